@@ -1,0 +1,31 @@
+PY := .venv/bin/python
+
+.PHONY: help venv demo test test-unit lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+venv: ## Make .venv, or bring it up to date; every other target does so first
+	@scripts/venv >/dev/null
+
+demo: venv ## Damage the KV cache of a small server, without and with the canary
+	@$(PY) -m kvcanary_plugin.cli demo
+
+test: venv ## Run all tests; ARGS="-k chain" and the like go to pytest
+	$(PY) -m pytest $(ARGS)
+
+test-unit: venv ## Run the tests that need neither a server nor a GPU
+	$(PY) -m pytest -m "not live and not gpu" $(ARGS)
+
+lint: venv ## Check style, format and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	scripts/typecheck $(PY)
+
+bench: venv ## Measure what the canary costs a decoding server
+	$(PY) benchmarks/server/decode_overhead.py $(ARGS)
+
+clean: ## Remove what was built here; the shared environment in the user's cache stays
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""Runs the faults of ``--kvcanary-inject`` at their forwards and says in the log what each of them did."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..report.reporter import Reporter
+from .library import FAULTS
+
+if TYPE_CHECKING:
+    from ..runtime.guard import Guard
+    from ..runtime.step import Step
+
+logger = logging.getLogger("kvcanary")
+
+OPTIONS = ("layer", "half", "bit", "seed")
+
+
+@dataclass(slots=True)
+class Planned:
+    """One fault that is still to come: its name, the earliest forward, and options."""
+
+    name: str
+    forward: int
+    options: dict[str, str] = field(default_factory=dict)
+
+
+class Injector:
+    """Injects planned faults one after another, each at the first suitable forward not before its own."""
+
+    def __init__(self, planned: list[Planned]) -> None:
+        self._planned = planned
+        self._restores: list[Callable[[], None]] = []
+
+    @classmethod
+    def parse(cls, spec: str) -> Injector:
+        """Read ``FAULT@FORWARD[:key=value,...][;...]``.
+
+        Raises:
+            ConfigError: names the part that cannot be read.
+        """
+        planned = []
+        for part in filter(None, (part.strip() for part in spec.split(";"))):
+            head, _, tail = part.partition(":")
+            name, _, forward = head.partition("@")
+            options = dict(pair.partition("=")[::2] for pair in filter(None, tail.split(",")))
+            if name not in FAULTS:
+                raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: no fault {name!r}; there are {', '.join(FAULTS)}")
+            if not forward.isdigit():
+                raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: {forward!r} is not a forward number, as in {name}@300")
+            for key in options:
+                if key not in OPTIONS:
+                    raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: no option {key!r}; there are {', '.join(OPTIONS)}")
+            planned.append(Planned(name, int(forward), options))
+        return cls(planned)
+
+    def before_forward(self, guard: Guard, step: Step, reporter: Reporter) -> None:
+        """Inject the next fault if its time has come and the batch suits it."""
+        if not self._planned or step.number < self._planned[0].forward:
+            return
+        planned = self._planned[0]
+        rng = random.Random(planned.options.get("seed", f"{planned.name}@{planned.forward}"))
+        done = FAULTS[planned.name](guard, step, rng, planned.options)
+        if done is None:
+            return
+        del self._planned[0]
+        if done.restore is not None:
+            self._restores.append(done.restore)
+        bound = 0 if done.check == "chain" or guard.scrubber is None else guard.scrubber.period_forwards
+        fields = {
+            "fault": planned.name,
+            "step": step.number,
+            "check": done.check,
+            "slots": list(done.slots),
+            "positions": list(done.positions),
+            "bound_forwards": bound,
+            **done.fields,
+        }
+        logger.warning("kvcanary: injected %s", ", ".join(f"{key}={value}" for key, value in fields.items()))
+        reporter.event("injected", fields)
+
+    def after_forward(self, guard: Guard) -> None:
+        """Undo what was to last for one forward only."""
+        del guard
+        while self._restores:
+            self._restores.pop()()

@@ -1,0 +1,52 @@
+"""Digest and locator of chosen slots over all sources. Torch reference and CPU backend.
+
+Works through blocks of bounded size, so that the scratch stays small beside the pool and within a core's cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..pool_patcher.sources import SourceTable
+from . import record as r
+from .mixing import mix_
+
+
+def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor, locator: torch.Tensor) -> None:
+    """Fold every byte of every source of ``slots``.
+
+    Args:
+        table: the sources of one pool, with their keys and scratch.
+        slots: int64 (n,), each within [0, table.slot_count).
+        digest: int64 (n,), out. Sum over sources b and words j of ``mix(word XOR key(b, j))``.
+        locator: int64 (n,), out. Sum over b of ``(2b + 1)`` times the part of source b in the digest.
+    """
+    digest.zero_()
+    locator.zero_()
+    n = slots.numel()
+    for first, last, width in table.runs:
+        slots_a_block = max(1, min(n, table.block_words // width))
+        sources_a_block = max(1, table.block_words // (width * slots_a_block))
+        for start in range(0, n, slots_a_block):
+            chosen = slots[start : start + slots_a_block]
+            for source in range(first, last, sources_a_block):
+                stop = min(source + sources_a_block, last)
+                words, scratch = table.scratch_of(stop - source, chosen.numel(), width)
+                for index in range(source, stop):
+                    table.sources[index].gather_words(chosen, out=words[index - source])
+                words.bitwise_xor_(table.keys[source:stop, None, :width])
+                parts = mix_(words, scratch).sum(2)
+                digest[start : start + slots_a_block] += parts.sum(0)
+                locator[start : start + slots_a_block] += parts.mul_(table.weights[source:stop, None]).sum(0)
+
+
+def seal_slots(*, records: torch.Tensor, table: SourceTable, slots: torch.Tensor) -> None:
+    """Fold ``slots`` (int64 (n,)) and keep digest and locator in their records.
+
+    A slot outside the pool is folded and kept as slot 0, the padding: it has been reported when its chain was written.
+    """
+    inside = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
+    sums = torch.empty((2, slots.numel()), dtype=torch.int64, device=records.device)
+    fold_slots(table, inside, digest=sums[0], locator=sums[1])
+    records[:, r.DIGEST].index_copy_(0, inside, sums[0])
+    records[:, r.LOCATOR].index_copy_(0, inside, sums[1])

@@ -1,0 +1,79 @@
+"""The integer arithmetic every backend agrees on, bit for bit. All of it is modulo 2^64.
+
+``mix`` is the finalizer of splitmix64, a bijection on 64-bit words. torch has no unsigned 64-bit arithmetic worth
+using, so words are int64 with wrap-around and every right shift is masked to make it logical.
+
+- ``chain[p] = anchor + sum over i <= p of mix(token_i + 2^32 * i)``
+- ``digest = sum over (source b, word j) of mix(word XOR key(b, j))``, ``key(b, j) = mix(SEED + b * 2^32 + j)``
+- ``locator = sum over b of (2b + 1) * d_b``, ``d_b`` being the part of source b in the digest
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+SEED: Final = 0x6B7663616E617279  # "kvcanary"; the key of (0, 0) is therefore not zero
+MULTIPLIER_1: Final = 0xBF58476D1CE4E5B9
+MULTIPLIER_2: Final = 0x94D049BB133111EB
+POSITION_SHIFT: Final = 32
+
+_U64: Final = (1 << 64) - 1
+# A logical right shift by s is an arithmetic one whose s copies of the sign are masked away.
+_STEPS: Final = ((30, (1 << 34) - 1), (27, (1 << 37) - 1), (31, (1 << 33) - 1))
+
+
+def as_int64(value: int) -> int:
+    """The signed number that has the same 64 bits as ``value``."""
+    value &= _U64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix_int(value: int) -> int:
+    """``mix`` of one Python integer, as an unsigned 64-bit number. The definition; slow."""
+    value &= _U64
+    value = ((value ^ (value >> 30)) * MULTIPLIER_1) & _U64
+    value = ((value ^ (value >> 27)) * MULTIPLIER_2) & _U64
+    return value ^ (value >> 31)
+
+
+def mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """``mix`` of a numpy uint64 array of any shape, into a new array. What the host uses for true prefix hashes."""
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(MULTIPLIER_1)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(MULTIPLIER_2)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def mix_(words: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """``mix`` of an int64 tensor, in place. ``scratch`` has the same shape and is overwritten. Returns ``words``."""
+    for (shift, mask), multiplier in zip(_STEPS, (MULTIPLIER_1, MULTIPLIER_2, None), strict=True):
+        torch.bitwise_right_shift(words, shift, out=scratch)
+        scratch.bitwise_and_(mask)
+        words.bitwise_xor_(scratch)
+        if multiplier is not None:
+            words.mul_(as_int64(multiplier))
+    return words
+
+
+def mix(words: torch.Tensor) -> torch.Tensor:
+    """``mix`` of an int64 tensor of any shape, into a new tensor."""
+    mixed = words.clone()
+    return mix_(mixed, torch.empty_like(mixed))
+
+
+def make_keys(source_count: int, word_count: int, device: torch.device | str) -> torch.Tensor:
+    """``key(b, j)`` for b < ``source_count`` and j < ``word_count``: int64 of shape (source_count, word_count)."""
+    b = np.arange(source_count, dtype=np.uint64)[:, None] << np.uint64(32)
+    keys = mix_array(np.uint64(SEED) + b + np.arange(word_count, dtype=np.uint64)[None, :])
+    return torch.from_numpy(keys.view(np.int64)).to(device)
+
+
+def to_unsigned(values: Any) -> npt.NDArray[np.uint64]:
+    """An int64 array seen as uint64, without a copy."""
+    return np.asarray(values, dtype=np.int64).view(np.uint64)

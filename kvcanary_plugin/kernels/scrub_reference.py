@@ -1,0 +1,71 @@
+"""Fold slots again and compare with what was sealed. Torch reference and CPU backend."""
+
+from __future__ import annotations
+
+import torch
+
+from ..pool_patcher.sources import SourceTable
+from . import record as r
+from .fold_reference import fold_slots
+from .violations import ViolationBuffer
+
+
+def check_slots(
+    *,
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    table: SourceTable,
+    slots: torch.Tensor,
+    request: int = -1,
+    violations: ViolationBuffer,
+) -> None:
+    """Report every live slot of ``slots`` whose bytes no longer give the sealed digest and locator.
+
+    Args:
+        records: int64 (slot_count, RECORD_WORDS).
+        writers: int64 (slot_count,).
+        slots: int64 (n,). Ids outside the pool are left to the chain check, which reports them.
+        request: index in the batch of the request they are checked for, -1 for none.
+    """
+    n = slots.numel()
+    if n == 0:
+        return
+    inside = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
+    found = torch.empty((2, n), dtype=torch.int64, device=records.device)
+    fold_slots(table, inside, digest=found[0], locator=found[1])
+    kept = records.index_select(0, inside)
+    live = (kept[:, r.IDENTITY] & r.LIVE_BIT) != 0
+    bad = live & ((kept[:, r.DIGEST] != found[0]) | (kept[:, r.LOCATOR] != found[1]))
+    if records.device.type == "cpu" and not bool(bad.any()):
+        return
+    violations.append(
+        bad,
+        {
+            r.ROW_KIND: int(r.Kind.CONTENT),
+            r.ROW_REQUEST: request,
+            r.ROW_POSITION: (kept[:, r.IDENTITY] >> 32) & r.POSITION_MASK,
+            r.ROW_SLOT: inside,
+            r.ROW_IDENTITY: kept[:, r.IDENTITY],
+            r.ROW_CHAIN: kept[:, r.CHAIN],
+            r.ROW_DIGEST: kept[:, r.DIGEST],
+            r.ROW_LOCATOR: kept[:, r.LOCATOR],
+            r.ROW_FOUND_DIGEST: found[0],
+            r.ROW_FOUND_LOCATOR: found[1],
+            r.ROW_WRITER: writers[inside],
+        },
+    )
+
+
+def scrub_range(
+    *,
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    table: SourceTable,
+    start: int,
+    count: int,
+    violations: ViolationBuffer,
+) -> None:
+    """``check_slots`` of the contiguous slots ``start`` .. ``start + count - 1``; ids past the pool are left out."""
+    stop = min(start + count, records.shape[0])
+    slots = torch.arange(start, stop, device=records.device)
+    check_slots(records=records, writers=writers, table=table, slots=slots, violations=violations)

@@ -1,0 +1,104 @@
+"""Check every slot a forward is about to read against the prefix it must hold. Torch reference and CPU backend."""
+
+from __future__ import annotations
+
+import torch
+
+from . import record as r
+from .mixing import POSITION_SHIFT, mix
+from .violations import ViolationBuffer
+
+
+def verify_prefixes(
+    *,
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    anchors: torch.Tensor,
+    end_points: torch.Tensor,
+    total: int,
+    first_slot: int,
+    violations: ViolationBuffer,
+) -> None:
+    """Verify positions 0 .. length - 1 of every request: slot in range, live, right position, linked to the one before.
+
+    Links plus end point prove the whole prefix: with ``chain[-1] = anchor`` the links telescope, so an intact chain whose
+    last element is the true prefix hash can only have been made from the true tokens.
+
+    Args:
+        records: int64 (slot_count, RECORD_WORDS).
+        writers: int64 (slot_count,), only copied into violation rows.
+        req_to_token: int32 (row_count, context), rows contiguous.
+        rows: int64 (bs,). One outside [1, row_count) is reported and nothing behind it is followed.
+        offsets: int64 (bs + 1,), CSR over the positions to verify.
+        anchors, end_points: int64 (bs,), the true chain before the first and after the last of these positions.
+        total: ``offsets[-1]``, known to the host.
+        first_slot: slots below it are padding; a live row that names one is damaged.
+    """
+    if total == 0:
+        return
+    device = records.device
+    lengths = offsets[1:] - offsets[:-1]
+    request = torch.repeat_interleave(lengths, output_size=total)
+    positions = torch.arange(total, device=device) - offsets[request]
+
+    row_bad = (rows < 1) | (rows >= req_to_token.shape[0])
+    row_starts = torch.where(row_bad, 0, rows) * req_to_token.stride(0)
+    flat_rows = req_to_token.as_strided((req_to_token.shape[0] * req_to_token.stride(0),), (1,))
+    slots = flat_rows[row_starts[request] + positions].to(torch.int64)
+    slot_bad = (slots < first_slot) | (slots >= records.shape[0])
+    found = records.index_select(0, torch.where(slot_bad, 0, slots))
+    chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
+
+    previous = torch.empty_like(chain)
+    previous[1:] = chain[:-1]
+    previous = torch.where(positions == 0, anchors[request], previous)
+    link_bad = (chain - previous) != mix(identity & r.MIX_INPUT_MASK)
+    place_bad = (identity >> POSITION_SHIFT) != (positions | r.LIVE)
+    bad = slot_bad | place_bad | link_bad
+
+    ends = (offsets[1:] - 1).clamp_(min=0)
+    end_bad = (chain[ends] != end_points) & (lengths > 0)
+    if device.type == "cpu" and not bool(bad.any() | end_bad.any() | row_bad.any()):
+        return
+
+    behind_bad_row = row_bad[request]
+    dead = ((identity >> POSITION_SHIFT) & r.LIVE) == 0
+    kind = torch.where(place_bad, torch.where(dead, int(r.Kind.DEAD_SLOT), int(r.Kind.POSITION)), int(r.Kind.LINK))
+    kind = torch.where(slot_bad, int(r.Kind.SLOT_RANGE), kind)
+    violations.append(row_bad & (lengths > 0), {r.ROW_KIND: int(r.Kind.ROW_RANGE), r.ROW_SLOT: rows, **_request(rows)})
+    violations.append(
+        bad & ~behind_bad_row,
+        {
+            r.ROW_KIND: kind,
+            r.ROW_REQUEST: request,
+            r.ROW_POSITION: positions,
+            **_record(slots, found, writers),
+        },
+    )
+    violations.append(
+        end_bad & ~row_bad,
+        {
+            r.ROW_KIND: int(r.Kind.END_POINT),
+            r.ROW_POSITION: lengths - 1,
+            **_request(rows),
+            **_record(slots[ends], found[ends], writers),
+        },
+    )
+
+
+def _request(rows: torch.Tensor) -> dict[int, torch.Tensor | int]:
+    return {r.ROW_REQUEST: torch.arange(rows.numel(), device=rows.device)}
+
+
+def _record(slots: torch.Tensor, found: torch.Tensor, writers: torch.Tensor) -> dict[int, torch.Tensor | int]:
+    return {
+        r.ROW_SLOT: slots,
+        r.ROW_IDENTITY: found[:, r.IDENTITY],
+        r.ROW_CHAIN: found[:, r.CHAIN],
+        r.ROW_DIGEST: found[:, r.DIGEST],
+        r.ROW_LOCATOR: found[:, r.LOCATOR],
+        r.ROW_WRITER: writers[slots.clamp(0, writers.shape[0] - 1)],
+    }

@@ -1,0 +1,42 @@
+"""A bounded buffer of raw violation rows on the device. It counts all, keeps the first ``capacity``, and is reusable."""
+
+from __future__ import annotations
+
+import torch
+
+from . import record as r
+
+
+class ViolationBuffer:
+    """Raw rows of one forward.
+
+    Attributes:
+        rows: int64 (capacity, ROW_COLUMNS). Only the first ``min(count, capacity)`` mean something.
+        count: int64 (1,), every violation appended since the last reset, kept or not.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str) -> None:
+        self.capacity = capacity
+        # One line more than promised: rows that find no room are sent there, so appending needs no branch.
+        self._lines = torch.zeros((capacity + 1, r.ROW_COLUMNS), dtype=torch.int64, device=device)
+        self.rows = self._lines[:capacity]
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def reset(self) -> None:
+        """Forget everything, in stream order."""
+        self.count.zero_()
+
+    def append(self, mask: torch.Tensor, columns: dict[int, torch.Tensor | int]) -> None:
+        """Add one row for every true element of ``mask``, in order, without waiting for the device.
+
+        Args:
+            mask: bool (n,).
+            columns: column to a scalar or an int64 tensor (n,); columns not named become 0.
+        """
+        rows = torch.zeros((mask.numel(), r.ROW_COLUMNS), dtype=torch.int64, device=mask.device)
+        for column, value in columns.items():
+            rows[:, column] = value
+        place = self.count + torch.cumsum(mask, 0) - 1
+        place = torch.where(mask & (place < self.capacity), place, self.capacity)
+        self._lines.index_copy_(0, place, rows)
+        self.count.add_(mask.sum())

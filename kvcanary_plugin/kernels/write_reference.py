@@ -1,0 +1,58 @@
+"""Make chain records of the tokens a forward stores. Torch reference and CPU backend."""
+
+from __future__ import annotations
+
+import torch
+
+from . import record as r
+from .mixing import POSITION_SHIFT, mix
+from .violations import ViolationBuffer
+
+
+def write_chain(
+    *,
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    offsets: torch.Tensor,
+    seeds: torch.Tensor,
+    step: int,
+    first_slot: int,
+    violations: ViolationBuffer,
+) -> None:
+    """Write chain, identity word and writer stamp of every new token; digest and locator are left to ``seal``.
+
+    The chain is a prefix sum, so all tokens of all requests are computed at once.
+
+    Args:
+        records: int64 (slot_count, RECORD_WORDS), updated at ``slots``.
+        writers: int64 (slot_count,), updated at ``slots``.
+        slots: int64 (n,). One outside [first_slot, slot_count) is reported and not written.
+        tokens: int64 (n,), requests one after another.
+        rows, prefix_lens, seeds: int64 (bs,). ``seeds`` is the true chain before the first new token.
+        offsets: int64 (bs + 1,), CSR over the n tokens.
+    """
+    n = slots.numel()
+    if n == 0:
+        return
+    device = slots.device
+    request = torch.repeat_interleave(offsets[1:] - offsets[:-1], output_size=n)
+    positions = torch.arange(n, device=device) + (prefix_lens - offsets[:-1])[request]
+    words = (tokens & r.TOKEN_MASK) | (positions << POSITION_SHIFT)
+    sums = torch.zeros(n + 1, dtype=torch.int64, device=device)
+    torch.cumsum(mix(words), 0, out=sums[1:])
+    chain = sums[1:] + (seeds - sums[offsets[:-1]])[request]
+    words |= r.LIVE_BIT
+
+    outside = (slots < first_slot) | (slots >= records.shape[0])
+    # On the CPU looking is free and there is nearly never anything to see. A GPU would have to be waited for.
+    if device.type != "cpu" or bool(outside.any()):
+        columns = {r.ROW_REQUEST: request, r.ROW_POSITION: positions, r.ROW_SLOT: slots, r.ROW_IDENTITY: words}
+        violations.append(outside, {r.ROW_KIND: int(r.Kind.WRITE_RANGE), r.ROW_CHAIN: chain, **columns})
+        slots = torch.where(outside, 0, slots)  # slot 0 is padding: its record is never read
+    records[:, r.CHAIN].index_copy_(0, slots, chain)
+    records[:, r.IDENTITY].index_copy_(0, slots, words)
+    writers.index_copy_(0, slots, (rows & r.WRITER_ROW_MASK)[request] | (step << r.WRITER_ROW_BITS))

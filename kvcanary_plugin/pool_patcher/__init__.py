@@ -1,0 +1,1 @@
+"""From an SGLang object to the engine's terms: declared patches, byte sources of a pool, shadow records beside it."""

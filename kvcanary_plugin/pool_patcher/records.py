@@ -1,0 +1,53 @@
+"""Shadow records beside a pool, never in it: enlarging SGLang's buffers would break its transfers and strides."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import record as r
+
+
+class ShadowRecords:
+    """What is known about every slot of one pool.
+
+    Attributes:
+        hot: int64 (slot_count, 4), one 32-byte record a slot: chain, digest, locator, identity word.
+        writers: int64 (slot_count,), who wrote the slot: step and request row. Cold: touched on write and on report.
+        first_slot: slots below it are padding and never verified.
+        page_size: slots a page; freeing one of them frees the page.
+    """
+
+    def __init__(self, slot_count: int, page_size: int, device: torch.device | str) -> None:
+        if slot_count <= page_size or page_size < 1:
+            raise ValueError(f"kvcanary: a pool of {slot_count} slots has no room beside its padding page of {page_size}")
+        self.hot = torch.zeros((slot_count, r.RECORD_WORDS), dtype=torch.int64, device=device)
+        self.writers = torch.zeros(slot_count, dtype=torch.int64, device=device)
+        self.first_slot = page_size
+        self.page_size = page_size
+        self._page = torch.arange(page_size, device=device)
+
+    @property
+    def slot_count(self) -> int:
+        """Slots there are, padding included."""
+        return self.hot.shape[0]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes kept for the records."""
+        return (self.hot.numel() + self.writers.numel()) * 8
+
+    def release(self, slots: torch.Tensor) -> None:
+        """Mark freed slots as not live, in stream order.
+
+        Args:
+            slots: int64 (n,), ids as given to the allocator's ``free``; ids outside the pool are ignored.
+        """
+        if self.page_size > 1:
+            slots = ((slots // self.page_size)[:, None] * self.page_size + self._page).view(-1)
+        slots = torch.where((slots < 0) | (slots >= self.slot_count), 0, slots)
+        identity = self.hot[:, r.IDENTITY]
+        identity.index_copy_(0, slots, identity[slots] & ~r.LIVE_BIT)
+
+    def release_all(self) -> None:
+        """Mark every slot as not live, in stream order."""
+        self.hot[:, r.IDENTITY].bitwise_and_(~r.LIVE_BIT)

@@ -1,0 +1,1 @@
+"""Renderings of a violation and the sinks they go to."""

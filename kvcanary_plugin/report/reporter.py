@@ -1,0 +1,71 @@
+"""Takes violations in, reports each piece of damage once, counts the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from ..runtime.violation import Violation
+from .jsonl import EventLog
+from .text import render_line
+
+logger = logging.getLogger("kvcanary")
+
+MAX_REMEMBERED = 65536
+MAX_REPORTED_A_STEP = 32
+
+
+class Reporter:
+    """One per process.
+
+    Attributes:
+        first: the first violation ever reported, None before that.
+        counts: violations by check, repeats included.
+    """
+
+    def __init__(self, event_log: EventLog | None = None) -> None:
+        self.first: Violation | None = None
+        self.counts: Counter[str] = Counter()
+        self._log = event_log
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+
+    def report(self, violations: list[Violation]) -> list[Violation]:
+        """Log what was not reported before. Returns the new ones."""
+        fresh = []
+        for violation in violations:
+            self.counts[violation.check] += 1
+            seen = self._seen[violation.key] = self._seen[violation.key] + 1
+            if seen == 1:
+                fresh.append(violation)
+            elif seen in (10, 100, 1000, 10000):
+                logger.error("kvcanary: seen %d times: %s", seen, render_line(violation))
+        for violation in fresh[:MAX_REPORTED_A_STEP]:
+            logger.error("%s", render_line(violation))
+            self.event("violation", violation.to_dict())
+        if len(fresh) > MAX_REPORTED_A_STEP:
+            hidden = len(fresh) - MAX_REPORTED_A_STEP
+            logger.error("kvcanary: and %d more damaged slots in step %d", hidden, fresh[0].step)
+            self.event("more", {"step": fresh[0].step, "hidden": hidden})
+        if fresh and self.first is None:
+            self.first = fresh[0]
+        if len(self._seen) > MAX_REMEMBERED:  # an endless burst must not eat the host's memory
+            self._seen.clear()
+        return fresh
+
+    def count_unlisted(self, count: int, step: int) -> None:
+        """Violations the device counted but had no room to describe."""
+        self.counts["unlisted"] += count
+        logger.error("kvcanary: step %d had %d more violations than the device buffer describes", step, count)
+        self.event("more", {"step": step, "hidden": count})
+
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        """Write one line to the event log, if there is one."""
+        if self._log is not None:
+            self._log.write(name, fields)
+
+    def close(self) -> None:
+        """Flush the event log."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None

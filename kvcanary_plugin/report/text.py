@@ -1,0 +1,82 @@
+"""A violation for people: one line for the log, and a block in the manner of a sanitizer."""
+
+from __future__ import annotations
+
+from ..runtime.violation import Violation
+
+RULE = "=" * 78
+
+
+def render_place(violation: Violation) -> str:
+    """Where it is, as short as it can be said."""
+    place = f"slot {violation.slot}"
+    if violation.page is not None:
+        place += f" page {violation.page}"
+    if violation.layer is not None:
+        place = f"layer {violation.layer} {violation.half} " + place
+    elif violation.check == "content":
+        place = "several layers " + place
+    return f'{place} (pool "{violation.pool}", rank {violation.rank})'
+
+
+def render_reader(violation: Violation) -> str:
+    """Who found it, doing what."""
+    by = {"read": "read by", "start": "matched by", "scrub": "found by", "write": "written by"}[violation.phase]
+    if violation.request is None:
+        return f"{by} the rotating pass after step {violation.step}"
+    return f"{by} request {violation.request} row {violation.request_row} in step {violation.step}"
+
+
+def render_writer(violation: Violation) -> str:
+    """Who stored the slot last."""
+    if violation.writer is None:
+        return "never written"
+    request = violation.writer.request or "no longer remembered"
+    return f"request {request} row {violation.writer.row} in step {violation.writer.step}"
+
+
+def render_expected_found(violation: Violation) -> tuple[str, str]:
+    """The two sides that differ."""
+    if violation.check == "content":
+        return f"digest {violation.expected_hash:016x}", f"digest {violation.stored_hash:016x}"
+    if violation.stored_position is None:
+        return "a slot of the pool", f"slot {violation.slot}"
+    expected, found = f"position {violation.position}", f"position {violation.stored_position}"
+    if violation.expected_token is not None:
+        expected = f"token {violation.expected_token} " + expected
+    if violation.stored_token is not None:
+        found = f"token {violation.stored_token} " + found
+    if violation.expected_hash is not None and violation.stored_hash is not None:
+        expected += f" chain {violation.expected_hash:016x}"
+        found += f" chain {violation.stored_hash:016x}"
+    return expected, found
+
+
+def render_line(violation: Violation) -> str:
+    """Everything on one line, the kind and place first, made for grep."""
+    expected, found = render_expected_found(violation)
+    position = "" if violation.position is None else f" position {violation.position}"
+    return (
+        f"kvcanary: {violation.check}/{violation.kind} in {render_place(violation)}{position}: "
+        f"expected {expected}, found {found}; {render_reader(violation)}; last written by {render_writer(violation)}"
+    )
+
+
+def render_block(violation: Violation) -> str:
+    """A framed block: kind and place, who reads, what was expected and found, who wrote, one line for grep."""
+    expected, found = render_expected_found(violation)
+    return "\n".join(
+        (
+            RULE,
+            f"KVCANARY: {violation.check}/{violation.kind} in {render_place(violation)}",
+            f"  {violation.explanation}",
+            f"  {render_reader(violation)}" + ("" if violation.position is None else f", position {violation.position}"),
+            f"  expected      {expected}",
+            f"  found         {found}",
+            f"  last written  by {render_writer(violation)}",
+            f"SUMMARY: kvcanary: {violation.check}/{violation.kind} {violation.pool} slot={violation.slot}"
+            + ("" if violation.layer is None else f" layer={violation.layer} half={violation.half}")
+            + ("" if violation.position is None else f" position={violation.position}"),
+            RULE,
+        )
+    )

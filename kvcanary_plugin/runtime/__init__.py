@@ -1,0 +1,1 @@
+"""The guard of one model runner and what it needs: true prefixes, the rotating pass, violations and their policy."""

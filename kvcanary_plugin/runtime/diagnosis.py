@@ -1,0 +1,187 @@
+"""From raw rows of the device to violations: who, where, and which of them only follow from another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..kernels import record as r
+from ..kernels.mixing import POSITION_SHIFT
+from ..pool_patcher.adapters import GuardedPool
+from ..pool_patcher.records import ShadowRecords
+from .step import Step
+from .truth import Request, TruthTable, tokens_between, true_chains
+from .violation import CHECK_OF_KIND, Violation, Writer, locate_source
+
+_U64 = (1 << 64) - 1
+_HISTORY_PER_ROW = 16
+
+
+class RowHistory:
+    """Which request sat on which row from which step on; the last few of each row."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, deque[tuple[int, str]]] = {}
+
+    def note(self, row: int, step: int, request: str) -> None:
+        """``request`` takes ``row`` in ``step``."""
+        self._rows.setdefault(row, deque(maxlen=_HISTORY_PER_ROW)).append((step, request))
+
+    def writer_of(self, stamp: int) -> Writer | None:
+        """Decode a writer stamp; None if nobody wrote."""
+        step, row = stamp >> r.WRITER_ROW_BITS, stamp & r.WRITER_ROW_MASK
+        if not step:
+            return None
+        sat = [request for since, request in self._rows.get(row, ()) if since <= step]
+        return Writer(step, row, sat[-1] if sat else None)
+
+
+class Diagnosis:
+    """Explains the raw rows of one pool."""
+
+    def __init__(self, pool: GuardedPool, truth: TruthTable, history: RowHistory, rank: int) -> None:
+        self._pool = pool
+        self._truth = truth
+        self._history = history
+        self._rank = rank
+
+    def explain(self, step: Step, rows: Sequence[Sequence[int]]) -> list[Violation]:
+        """Violations of ``step``.
+
+        A link joins two records, so the intact record behind a damaged one fails too; the host can compute the true
+        prefix and leaves it out. An end point that differs behind a damaged slot adds nothing either.
+        """
+        violations = []
+        chains: dict[int, list[int]] = {}
+        named: set[tuple[int, int]] = set()
+        for row in rows:
+            kind, index, position = r.Kind(row[r.ROW_KIND]), row[r.ROW_REQUEST], row[r.ROW_POSITION]
+            if kind is r.Kind.CONTENT:
+                violations.append(self._content(step, row))
+                continue
+            if kind is r.Kind.END_POINT and any(index == request for request, _ in named):
+                continue
+            if kind in (r.Kind.LINK, r.Kind.END_POINT) and index not in chains:
+                request = step.requests[index]
+                true = true_chains(request, self._truth.anchor_of(request), step.prefix_lens[index])
+                chains[index] = true.tolist()
+            violation = self._chain(step, kind, row, chains.get(index))
+            if kind is r.Kind.LINK and (index, position - 1) in named and self._holds_truth(violation, row):
+                continue
+            named.add((index, position))
+            violations.append(violation)
+        return violations
+
+    @staticmethod
+    def _holds_truth(violation: Violation, row: Sequence[int]) -> bool:
+        return (
+            violation.stored_token == violation.expected_token
+            and violation.stored_hash == violation.expected_hash
+            and bool(row[r.ROW_IDENTITY] & r.LIVE_BIT)
+        )
+
+    def _chain(self, step: Step, kind: r.Kind, row: Sequence[int], chain: list[int] | None) -> Violation:
+        index, position, identity = row[r.ROW_REQUEST], row[r.ROW_POSITION], row[r.ROW_IDENTITY]
+        request = step.requests[index]
+        reads_slot = kind not in (r.Kind.ROW_RANGE, r.Kind.WRITE_RANGE)
+        has_record = reads_slot and kind is not r.Kind.SLOT_RANGE and identity != 0
+        return Violation(
+            check=CHECK_OF_KIND[kind],
+            kind=kind.name.lower(),
+            pool=self._pool.name,
+            rank=self._rank,
+            step=step.number,
+            phase="write" if kind is r.Kind.WRITE_RANGE else "read",
+            slot=row[r.ROW_SLOT],
+            page=self._page_of(row[r.ROW_SLOT]),
+            position=position if kind is not r.Kind.ROW_RANGE else None,
+            request=request.rid,
+            request_row=step.rows[index],
+            stored_token=_signed_token(identity) if has_record else None,
+            expected_token=_true_token(request, position) if reads_slot else None,
+            stored_position=(identity >> POSITION_SHIFT) & r.POSITION_MASK if has_record else None,
+            stored_hash=row[r.ROW_CHAIN] & _U64 if has_record else None,
+            expected_hash=chain[position] if chain is not None else None,
+            writer=self._history.writer_of(row[r.ROW_WRITER]) if has_record else None,
+        )
+
+    def _content(self, step: Step, row: Sequence[int]) -> Violation:
+        identity, index = row[r.ROW_IDENTITY], row[r.ROW_REQUEST]
+        names = self._pool.table.names
+        source = locate_source(
+            row[r.ROW_DIGEST], row[r.ROW_LOCATOR], row[r.ROW_FOUND_DIGEST], row[r.ROW_FOUND_LOCATOR], len(names)
+        )
+        layer, half = names[source] if source is not None else (None, None)
+        return Violation(
+            check="content",
+            kind="content",
+            pool=self._pool.name,
+            rank=self._rank,
+            step=step.number,
+            phase="scrub" if index < 0 else "start",
+            slot=row[r.ROW_SLOT],
+            page=self._page_of(row[r.ROW_SLOT]),
+            position=row[r.ROW_POSITION],
+            request=step.requests[index].rid if index >= 0 else None,
+            request_row=step.rows[index] if index >= 0 else None,
+            stored_token=_signed_token(identity),
+            stored_position=(identity >> POSITION_SHIFT) & r.POSITION_MASK,
+            stored_hash=row[r.ROW_FOUND_DIGEST] & _U64,
+            expected_hash=row[r.ROW_DIGEST] & _U64,
+            layer=layer,
+            half=half,
+            writer=self._history.writer_of(row[r.ROW_WRITER]),
+        )
+
+    def _page_of(self, slot: int) -> int | None:
+        return slot // self._pool.page_size if self._pool.page_size > 1 else None
+
+
+def refine_chain_rows(
+    step: Step, rows: list[list[int]], records: ShadowRecords, req_to_token: torch.Tensor
+) -> list[list[int]]:
+    """Replace link and end-point rows by the places that are wrong, for a device whose memory the host reads directly.
+
+    A stretch of slots that is consistent in itself breaks a link only where it ends, and a whole such prefix breaks none.
+    So the row of a request with a broken link or end point is compared with its true tokens, and the first slot of each
+    wrong stretch is named. Where every token is right the prefix was made for another identity: position 0 is named.
+    """
+    kept = [row for row in rows if row[r.ROW_KIND] not in (r.Kind.LINK, r.Kind.END_POINT)]
+    named = {(row[r.ROW_REQUEST], row[r.ROW_POSITION]) for row in kept}
+    for index in sorted({row[r.ROW_REQUEST] for row in rows} - {row[r.ROW_REQUEST] for row in kept if _is_row(row)}):
+        if all(row[r.ROW_REQUEST] != index for row in rows if row[r.ROW_KIND] in (r.Kind.LINK, r.Kind.END_POINT)):
+            continue
+        length = step.prefix_lens[index]
+        true = np.array(tokens_between(step.requests[index], 0, length), dtype=np.int64) & r.TOKEN_MASK
+        true |= np.arange(length, dtype=np.int64) << POSITION_SHIFT
+        slots = req_to_token[step.rows[index], :length].to(torch.int64)
+        inside = torch.where((slots < 0) | (slots >= records.slot_count), 0, slots)
+        found = records.hot[inside].numpy()
+        wrong = found[:, r.IDENTITY] != (true | r.LIVE_BIT)
+        starts = np.flatnonzero(wrong & ~np.concatenate(([False], wrong[:-1])))
+        kind = r.Kind.LINK if wrong.any() and not wrong.all() else r.Kind.END_POINT
+        for position in starts.tolist() if wrong.any() else [0]:
+            if (index, position) not in named:
+                row = [0] * r.ROW_COLUMNS
+                row[r.ROW_KIND], row[r.ROW_REQUEST], row[r.ROW_POSITION] = kind, index, position
+                row[r.ROW_SLOT], row[r.ROW_WRITER] = int(slots[position]), int(records.writers[inside[position]])
+                row[r.ROW_CHAIN], row[r.ROW_IDENTITY] = found[position, [r.CHAIN, r.IDENTITY]].tolist()
+                kept.append(row)
+    return kept
+
+
+def _is_row(row: Sequence[int]) -> bool:
+    return row[r.ROW_KIND] == r.Kind.ROW_RANGE
+
+
+def _signed_token(identity: int) -> int:
+    token = identity & r.TOKEN_MASK
+    return token - (1 << 32) if token >> 31 else token
+
+
+def _true_token(request: Request, position: int) -> int | None:
+    tokens = tokens_between(request, position, position + 1) if position >= 0 else []
+    return int(tokens[0]) if tokens else None

@@ -1,0 +1,296 @@
+"""The guard of one model runner: what happens before and after each of its forwards, and when the verdict is read.
+
+Everything of the scheduler's is read in :meth:`announce` and :meth:`before`; once the forward is launched its rows may
+already be changing, so :meth:`after` uses private copies only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..errors import CorruptionError, GuardError
+from ..faults.injector import Injector
+from ..kernels import record as r
+from ..kernels.backend import pick_backend
+from ..kernels.violations import ViolationBuffer
+from ..pool_patcher.adapters import GuardedPool
+from ..pool_patcher.records import ShadowRecords
+from ..report.reporter import Reporter
+from ..report.text import render_line
+from .diagnosis import Diagnosis, RowHistory, refine_chain_rows
+from .scrubber import Scrubber
+from .step import MAX_IN_FLIGHT, Step
+from .truth import Request, TruthTable
+
+logger = logging.getLogger("kvcanary")
+
+VIOLATIONS_A_FORWARD = 256
+_CALIBRATION_SLOTS = (8, 136)
+
+
+class Guard:
+    """Guards the pool of one model runner.
+
+    Attributes:
+        pool: what is guarded.
+        records: its shadow records.
+        scrubber: the rotating content pass, None where content is not checked.
+        forwards: forwards guarded so far; the number of the latest step.
+    """
+
+    def __init__(self, pool: GuardedPool, config: Config, reporter: Reporter, *, rank: int = 0) -> None:
+        device = pool.req_to_token.device
+        self.pool = pool
+        self.config = config
+        self.records = ShadowRecords(pool.slot_count, pool.page_size, device)
+        self.forwards = 0
+        self._reporter = reporter
+        self._backend = pick_backend(device)
+        self._on_host = device.type == "cpu"
+        self._buffer = ViolationBuffer(VIOLATIONS_A_FORWARD, device)
+        self._truth = TruthTable(pool.req_to_token.shape[0], pool.fingerprint)
+        self._history = RowHistory()
+        self._diagnosis = Diagnosis(pool, self._truth, self._history, rank)
+        self._steps = [Step(self._buffer) for _ in range(MAX_IN_FLIGHT)]
+        self._launched: deque[tuple[Any, Step]] = deque()
+        self._announced: Step | None = None
+        self._released: list[torch.Tensor | None] = []
+        self._batch = torch.zeros((5, 0), dtype=torch.int64, device=device)
+        self._offsets = torch.zeros((2, 1), dtype=torch.int64, device=device)
+        self._snapshot = torch.zeros((2, 0), dtype=torch.int64, device=device)
+        self._running: Step | None = None
+        self.scrubber: Scrubber | None = None
+        if config.has_content and pool.table.sources:
+            self.scrubber = Scrubber(pool.page_size, pool.slot_count, config.scrub_budget, self._time_one_slot())
+        self.injector = Injector.parse(config.inject) if config.inject else None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes kept beside the pool."""
+        return self.records.resident_bytes + self.pool.table.resident_bytes
+
+    def announce(
+        self, requests: Sequence[Request], rows: Sequence[int], prefix_lens: Sequence[int], write_lens: Sequence[int]
+    ) -> None:
+        """Say what the next forward will read and store. Called where the scheduler launches a batch.
+
+        Args:
+            requests: the batch, in its order.
+            rows: request row of each.
+            prefix_lens: positions each reads from before its new tokens.
+            write_lens: new tokens of each.
+        """
+        self.forwards += 1
+        step = self._steps[self.forwards % MAX_IN_FLIGHT]
+        if step.is_open:
+            self._judge(step)
+        step.number = self.forwards
+        step.requests, step.rows, step.prefix_lens = list(requests), list(rows), list(prefix_lens)
+        step.verify_total, step.write_total = sum(prefix_lens), sum(write_lens)
+        upload = step.reserve(len(requests)).numpy()
+        if requests:
+            anchors, chains, step.started = self._truth.advance(step.requests, step.rows, step.prefix_lens)
+            for index in step.started:
+                self._history.note(step.rows[index], step.number, step.requests[index].rid)
+            upload[0], upload[1], upload[2] = step.rows, step.prefix_lens, write_lens
+            upload[3], upload[4] = anchors.view("int64"), chains.view("int64")
+        if self.scrubber is not None:
+            self.scrubber.observe_forward()
+        self._announced = step
+
+    def before(self, input_ids: torch.Tensor | None, out_cache_loc: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
+        """Verify what the forward will read. Enqueued on the forward's stream, before it.
+
+        Args:
+            input_ids: int (write_total,), copied: a model may clamp them in place.
+            out_cache_loc: int (write_total,), the slots to be stored, copied.
+            req_pool_indices: int (bs,), the rows the forward will use.
+        """
+        step, self._announced = self._announced, None
+        if step is None:
+            return  # a dummy forward: nothing was scheduled
+        self._apply_releases()
+        if self.injector is not None:
+            self.injector.before_forward(self, step, self._reporter)
+        batch_size, written = len(step.requests), step.write_total
+        if input_ids is None or input_ids.numel() != written or out_cache_loc.numel() != written:
+            raise GuardError(f"step {step.number} was announced with {written} new tokens but its forward carries others")
+        self._running = step
+        if batch_size == 0:
+            return
+        rows, prefix_lens, write_lens, anchors, chains = self._upload(step)
+        if self._snapshot.shape[1] < written:
+            self._snapshot = self._snapshot.new_zeros((2, 2 * written))
+        self._snapshot[0, :written].copy_(input_ids)
+        self._snapshot[1, :written].copy_(out_cache_loc)
+        if self._offsets.shape[1] <= batch_size:
+            self._offsets = self._offsets.new_zeros((2, 2 * batch_size + 1))
+        verify_offsets, write_offsets = self._offsets[:, : batch_size + 1]
+        self._backend.plan_offsets(
+            prefix_lens, write_lens, verify_offsets=verify_offsets, write_offsets=write_offsets
+        )
+        if "chain" in self.config.checks:
+            self._backend.verify_prefixes(
+                records=self.records.hot,
+                writers=self.records.writers,
+                req_to_token=self.pool.req_to_token,
+                rows=req_pool_indices[:batch_size].to(torch.int64),
+                offsets=verify_offsets,
+                anchors=anchors,
+                end_points=chains,
+                total=step.verify_total,
+                first_slot=self.records.first_slot,
+                violations=self._buffer,
+            )
+            if self._on_host and int(self._buffer.count):
+                self._read_early(step)
+        if self.scrubber is not None:
+            for index in step.started:
+                self._check_content(
+                    self.pool.req_to_token[step.rows[index], : step.prefix_lens[index]].to(torch.int64), index
+                )
+
+    def after(self) -> None:
+        """Record what the forward stored and scrub the next piece. Enqueued on the forward's stream, behind it."""
+        step, self._running = self._running, None
+        if step is None:
+            return
+        batch_size, written = len(step.requests), step.write_total
+        if batch_size:
+            tokens, slots = self._snapshot[:, :written]
+            rows, prefix_lens, _, _, chains = self._batch[:, :batch_size]
+            self._backend.write_chain(
+                records=self.records.hot,
+                writers=self.records.writers,
+                slots=slots,
+                tokens=tokens,
+                rows=rows,
+                prefix_lens=prefix_lens,
+                offsets=self._offsets[1, : batch_size + 1],
+                seeds=chains,
+                step=step.number,
+                first_slot=self.records.first_slot,
+                violations=self._buffer,
+            )
+            if self.scrubber is not None:
+                self._backend.seal_slots(records=self.records.hot, table=self.pool.table, slots=slots)
+        if self.scrubber is not None:
+            start, count = self.scrubber.next_range()
+            self._backend.scrub_range(
+                records=self.records.hot,
+                writers=self.records.writers,
+                table=self.pool.table,
+                start=start,
+                count=count,
+                violations=self._buffer,
+            )
+        if self.injector is not None:
+            self.injector.after_forward(self)
+        step.keep_verdict(self._buffer)
+
+    def note_launched(self, result: object) -> None:
+        """Tie the latest step to the object whose arrival at :meth:`settle` means that SGLang processes its result."""
+        step = self._steps[self.forwards % MAX_IN_FLIGHT]
+        if step.is_open:
+            self._launched.append((result, step))
+
+    def settle(self, result: object) -> None:
+        """Read the verdict of the step that gave ``result``, and of any before it.
+
+        Raises:
+            CorruptionError: something is damaged and the mode is ``raise``.
+        """
+        if not any(known is result for known, _ in self._launched):
+            return
+        while self._launched:
+            known, step = self._launched.popleft()
+            if step.is_open:
+                self._judge(step)
+            if known is result:
+                return
+
+    def release(self, slots: torch.Tensor) -> None:
+        """Slots were given back to the allocator. Takes effect on the forward's stream, before its next forward."""
+        if slots.numel():
+            self._released.append(slots.to(torch.int64, copy=True))  # often a view of a row that is about to change
+
+    def release_all(self) -> None:
+        """The pool was flushed."""
+        self._released.append(None)
+
+    def _apply_releases(self) -> None:
+        for slots in self._released:
+            if slots is None:
+                self.records.release_all()
+                continue
+            self.records.release(slots)
+            if not self._on_host:
+                slots.record_stream(torch.get_device_module(slots.device).current_stream())
+        self._released.clear()
+
+    def _upload(self, step: Step) -> torch.Tensor:
+        block = step.reserve(len(step.requests))
+        if self._on_host:
+            self._batch = step.upload
+            return block
+        if self._batch.shape != step.upload.shape:
+            self._batch = torch.zeros_like(step.upload, device=self._buffer.count.device)
+        self._batch.copy_(step.upload, non_blocking=True)
+        return self._batch[:, : len(step.requests)]
+
+    def _read_early(self, step: Step) -> None:
+        """On a host device the rows of the request are at hand and still what the forward will read: look closer."""
+        count = int(self._buffer.count)
+        rows = self._buffer.rows[: min(count, self._buffer.capacity)].tolist()
+        step.early_rows = refine_chain_rows(step, rows, self.records, self.pool.req_to_token)
+        self._buffer.count.sub_(len(rows))
+
+    def _check_content(self, slots: torch.Tensor, index: int) -> None:
+        self._backend.check_slots(
+            records=self.records.hot,
+            writers=self.records.writers,
+            table=self.pool.table,
+            slots=slots,
+            request=index,
+            violations=self._buffer,
+        )
+
+    def _judge(self, step: Step) -> None:
+        count, rows = step.read_verdict()
+        if not count:
+            return
+        fresh = self._reporter.report(self._diagnosis.explain(step, rows))
+        if count > len(rows):
+            self._reporter.count_unlisted(count - len(rows), step.number)
+        if fresh and self.config.mode == "raise":
+            raise CorruptionError(render_line(fresh[0]))
+
+    def _time_one_slot(self) -> float:
+        """Seconds one more slot in the rotating pass costs, measured here and now."""
+        device = self._buffer.count.device
+        best = []
+        for count in (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS):
+            times = []
+            for _ in range(8):
+                start = time.perf_counter()
+                self._backend.scrub_range(
+                    records=self.records.hot,
+                    writers=self.records.writers,
+                    table=self.pool.table,
+                    start=0,
+                    count=count,
+                    violations=self._buffer,
+                )
+                if device.type != "cpu":
+                    torch.get_device_module(device).synchronize()
+                times.append(time.perf_counter() - start)
+            best.append(min(times))
+        few, many = (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS)
+        return max(best[1] - best[0], 1e-9) / max(many - few, 1)

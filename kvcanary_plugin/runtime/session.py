@@ -1,0 +1,154 @@
+"""What the wrappers call: one session per process, holding the configuration, the reporter and the guard.
+
+A bug of ours must never take a server down that was asked to ``log``: the session then detaches its guard once, loudly,
+and the server goes on unguarded. In ``raise`` the server stops instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..errors import CorruptionError, UncoveredError
+from ..pool_patcher.adapters import adapt_model_runner
+from ..report.jsonl import EventLog
+from ..report.reporter import Reporter
+from .guard import Guard
+from .truth import Request
+
+logger = logging.getLogger("kvcanary")
+
+Announcement = tuple[Sequence[Request], Sequence[int], Sequence[int], Sequence[int]]
+
+
+class Session:
+    """The plugin within one process.
+
+    Attributes:
+        config: what was asked for.
+        reporter: where violations go.
+        guard: the guard of this process's model runner; None before pools exist, when uncovered, and after a detach.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.reporter = Reporter(EventLog(config.log) if config.log else None)
+        self.guard: Guard | None = None
+        self._model_runner: Any = None
+        self._is_waived = False
+        atexit.register(self.reporter.close)
+
+    def attach(self, model_runner: Any, gaps: Sequence[str], *, rank: int) -> None:
+        """Guard the pools of ``model_runner``, which were just allocated.
+
+        Args:
+            model_runner: SGLang's runner.
+            gaps: why the server's mode is not covered; empty if it is.
+
+        Raises:
+            UncoveredError: the mode or the pool is not covered and ``--kvcanary-allow-uncovered`` was not given.
+        """
+        try:
+            if gaps:
+                raise UncoveredError("; ".join(gaps))
+            pool = adapt_model_runner(model_runner, self.config.content if self.config.has_content else "none")
+        except UncoveredError as error:
+            if not self.config.allow_uncovered:
+                raise UncoveredError(
+                    f"kvcanary: refusing to start half-blind: {error}. Remove --kvcanary, change the setting named, or pass "
+                    "--kvcanary-allow-uncovered to start without a guard"
+                ) from error
+            self._is_waived = True
+            logger.warning("kvcanary: NOT guarding this process, as allowed: %s", error)
+            self.reporter.event("uncovered", {"why": str(error)})
+            return
+        self.guard = Guard(pool, self.config, self.reporter, rank=rank)
+        self._model_runner = model_runner
+        guard = self.guard
+        scrub = "" if guard.scrubber is None else f", first content pass {guard.scrubber.period_forwards} forwards"
+        logger.info(
+            'kvcanary: guarding pool "%s": %d slots of %d bytes, checks %s, mode %s, %.1f bytes a slot resident%s',
+            pool.name,
+            pool.slot_count,
+            pool.table.bytes_per_slot,
+            "+".join(self.config.checks),
+            self.config.mode,
+            guard.resident_bytes / pool.slot_count,
+            scrub,
+        )
+        self.reporter.event(
+            "attached",
+            {
+                "pool": pool.name,
+                "rank": rank,
+                "slots": pool.slot_count,
+                "page_size": pool.page_size,
+                "bytes_per_slot": pool.table.bytes_per_slot,
+                "resident_bytes": guard.resident_bytes,
+                "checks": list(self.config.checks),
+                "mode": self.config.mode,
+            },
+        )
+
+    def confirm(self, model_runner: Any) -> None:
+        """The scheduler is ready: make sure that what was asked for is in force.
+
+        Raises:
+            UncoveredError: no guard was attached to this scheduler's runner.
+        """
+        if not self._is_waived and (self.guard is None or self._model_runner is not model_runner):
+            raise UncoveredError(
+                "kvcanary: --kvcanary was given but no guard is attached to this scheduler's model runner; the seam "
+                "ModelRunner.alloc_memory_pool was not reached. Run 'kvcanary doctor'"
+            )
+
+    def guards(self, model_runner: Any) -> bool:
+        """Whether forwards of this runner are guarded now."""
+        return self.guard is not None and self._model_runner is model_runner
+
+    def announce(self, read: Callable[[Any], Announcement], batch: object) -> None:
+        """See :meth:`Guard.announce`; ``read`` takes its arguments from SGLang's ``batch``."""
+        self._call(lambda guard: guard.announce(*read(batch)))
+
+    def before(self, input_ids: torch.Tensor, out_cache_loc: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
+        """See :meth:`Guard.before`."""
+        self._call(lambda guard: guard.before(input_ids, out_cache_loc, req_pool_indices))
+
+    def after(self) -> None:
+        """See :meth:`Guard.after`."""
+        self._call(lambda guard: guard.after())
+
+    def note_launched(self, result: object) -> None:
+        """See :meth:`Guard.note_launched`."""
+        self._call(lambda guard: guard.note_launched(result))
+
+    def settle(self, result: object) -> None:
+        """See :meth:`Guard.settle`."""
+        self._call(lambda guard: guard.settle(result))
+
+    def release(self, allocator: object, slots: torch.Tensor | None) -> None:
+        """Slots went back to ``allocator``; None means all of them."""
+        if self.guard is not None and self.guard.pool.allocator is allocator:
+            self._call(lambda guard: guard.release_all() if slots is None else guard.release(slots))
+
+    def _call(self, action: Callable[[Guard], None]) -> None:
+        if self.guard is None:
+            return
+        try:
+            action(self.guard)
+        except CorruptionError as error:
+            logger.critical("kvcanary: stopping the server: %s", error)
+            self.reporter.event("stopped", {"why": str(error)})
+            self.reporter.close()
+            raise
+        except Exception as error:
+            if self.config.mode == "raise":
+                raise
+            self.guard = None
+            logger.exception("kvcanary: DETACHED after an error of its own; this server is no longer guarded")
+            self.reporter.event("detached", {"why": f"{type(error).__name__}: {error}"})

@@ -1,0 +1,73 @@
+"""One forward, as the host remembers it until its verdict has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels import record as r
+from ..kernels.violations import ViolationBuffer
+from .truth import Request
+
+MAX_IN_FLIGHT = 4
+
+
+class Step:
+    """A forward from its announcement to its verdict. Steps are reused in a ring, because their host memory is pinned.
+
+    Attributes:
+        number: counts forwards from 1.
+        requests, rows, prefix_lens: what the batch held, in its order.
+        started: indices of requests seen for the first time.
+        verify_total, write_total: positions to be read and tokens to be stored.
+        upload: int64 (5, capacity), pinned: rows, prefix lengths, new tokens, anchors, true prefix hashes.
+        early_rows: raw rows that were read before the forward, where that costs nothing.
+        is_open: launched, verdict not read yet.
+    """
+
+    def __init__(self, buffer: ViolationBuffer) -> None:
+        self.number = 0
+        self.requests: Sequence[Request] = ()
+        self.rows: Sequence[int] = ()
+        self.prefix_lens: Sequence[int] = ()
+        self.started: Sequence[int] = ()
+        self.verify_total = 0
+        self.write_total = 0
+        self.early_rows: list[list[int]] = []
+        self.is_open = False
+        self._on_device = buffer.count.device.type != "cpu"
+        self.upload = torch.zeros((5, 0), dtype=torch.int64)
+        self._count = torch.zeros(1, dtype=torch.int64, pin_memory=self._on_device)
+        self._rows = torch.zeros((buffer.capacity, r.ROW_COLUMNS), dtype=torch.int64, pin_memory=self._on_device)
+        self._copied: Any = torch.get_device_module(buffer.count.device).Event() if self._on_device else None
+
+    def reserve(self, batch_size: int) -> torch.Tensor:
+        """The first ``batch_size`` columns of the upload block, grown where needed."""
+        if self.upload.shape[1] < batch_size:
+            self.upload = torch.zeros((5, 2 * batch_size), dtype=torch.int64, pin_memory=self._on_device)
+        return self.upload[:, :batch_size]
+
+    def keep_verdict(self, buffer: ViolationBuffer) -> None:
+        """Copy what the forward found to the host, in stream order, and make the buffer ready for the next forward."""
+        self.is_open = True
+        self._count.copy_(buffer.count, non_blocking=True)
+        if self._on_device or int(self._count):
+            self._rows.copy_(buffer.rows, non_blocking=True)
+            buffer.reset()
+        if self._copied is not None:
+            self._copied.record()
+
+    def read_verdict(self) -> tuple[int, list[list[int]]]:
+        """Violations there were, and the raw rows of those that were described. Waits for the copy on a GPU.
+
+        The copy is ahead of the result copy the scheduler has waited for by now, so there is nothing left to wait for.
+        """
+        self.is_open = False
+        if self._copied is not None:
+            self._copied.synchronize()
+        early, self.early_rows = self.early_rows, []
+        count = int(self._count)
+        rows = self._rows[: min(count, self._rows.shape[0])].tolist() if count else []
+        return len(early) + count, early + rows

@@ -1,0 +1,97 @@
+"""A violation: one frozen record. The log line, the JSON line and the report are renderings of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernels import record as r
+from ..kernels.mixing import as_int64
+
+CHECK_OF_KIND = {
+    r.Kind.ROW_RANGE: "chain",
+    r.Kind.SLOT_RANGE: "chain",
+    r.Kind.DEAD_SLOT: "chain",
+    r.Kind.POSITION: "chain",
+    r.Kind.LINK: "chain",
+    r.Kind.END_POINT: "chain",
+    r.Kind.WRITE_RANGE: "chain",
+    r.Kind.CONTENT: "content",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who stored a slot last: the step and request row of its forward, and the request if it is still remembered."""
+
+    step: int
+    row: int
+    request: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One damaged slot seen by one check. Hashes are unsigned 64-bit; None means not applicable or not known."""
+
+    check: str
+    kind: str
+    pool: str
+    rank: int
+    step: int
+    phase: str  # read: a forward was about to read it; start: prefix of a new request; scrub: rotating pass; write
+    slot: int
+    page: int | None = None
+    position: int | None = None
+    request: str | None = None
+    request_row: int | None = None
+    stored_token: int | None = None
+    expected_token: int | None = None
+    stored_position: int | None = None
+    stored_hash: int | None = None
+    expected_hash: int | None = None
+    layer: int | None = None
+    half: str | None = None
+    writer: Writer | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes two violations the same damage: one report each, then counted."""
+        return (self.check, self.pool, self.rank, self.slot, self.writer)
+
+    @property
+    def explanation(self) -> str:
+        """One sentence."""
+        return EXPLANATIONS[self.kind]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; hashes as 16 hex digits, because JSON numbers lose 64-bit integers."""
+        fields = dataclasses.asdict(self)
+        for name in ("stored_hash", "expected_hash"):
+            if fields[name] is not None:
+                fields[name] = f"{fields[name]:016x}"
+        return fields
+
+
+EXPLANATIONS = {
+    "row_range": "the batch names a request row that does not exist",
+    "slot_range": "the row names a slot outside the pool",
+    "dead_slot": "the row names a slot that holds no live token (never written, or freed since)",
+    "position": "the slot holds a token of another position",
+    "link": "the slot holds another token, or a token of another prefix",
+    "end_point": "the slots hold a prefix that is consistent in itself but belongs to another request",
+    "write_range": "the forward stores to a slot outside the pool",
+    "content": "the bytes of the slot are not the ones that were written",
+}
+
+
+def locate_source(digest: int, locator: int, found_digest: int, found_locator: int, source_count: int) -> int | None:
+    """Index of the one source whose bytes changed, or None if several did. Arguments are 64-bit words of either sign.
+
+    The sum of one source enters the locator ``2b + 1`` times, so for a single damaged source b the locator moved by
+    ``2b + 1`` times what the digest moved. Searching is needed: half of all differences are even and have no inverse.
+    """
+    moved = found_digest - digest
+    target = as_int64(found_locator - locator)
+    candidates = [b for b in range(source_count) if as_int64(moved * (2 * b + 1)) == target]
+    return candidates[0] if len(candidates) == 1 else None

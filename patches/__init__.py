@@ -1,0 +1,30 @@
+"""Everything kvcanary touches in an SGLang server: one file per area, nothing wrapped anywhere else.
+
+Each file declares :class:`~kvcanary_plugin.pool_patcher.patch.Patch` records. A wrapper translates a call into the
+engine's terms and holds no logic. ``PatchSet`` installs the records and undoes them, from the same list.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcanary_plugin.pool_patcher.patch import Patch
+
+from . import allocators, forward, pools, scheduler, server_args
+
+if TYPE_CHECKING:
+    from kvcanary_plugin.runtime.session import Session
+
+
+def declare_parser_patches() -> list[Patch]:
+    """What is wrapped in every mode, ``off`` included: the argument parser."""
+    return server_args.declare_patches()
+
+
+def declare_engine_patches(session: Session) -> list[Patch]:
+    """What is wrapped in addition when the mode is not ``off``."""
+    return [
+        patch
+        for area in (pools, allocators, forward, scheduler)
+        for patch in area.declare_patches(session)
+    ]
