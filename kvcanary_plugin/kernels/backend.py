@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .fold_reference import seal_slots
-from .plan_reference import plan_offsets
-from .scrub_reference import check_slots, scrub_range
-from .verify_reference import verify_prefixes
-from .write_reference import write_chain
+from . import fold_reference, plan_reference, scatter_reference, scrub_reference, verify_reference, write_reference
+
+TRITON_DEVICES = ("cuda", "xpu")  # HIP devices call themselves cuda, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +20,52 @@ class Backend:
 
     name: str
     plan_offsets: Callable[..., None]
+    plan_batch: Callable[..., None]
+    scatter_req_token_ids: Callable[..., None]
     verify_prefixes: Callable[..., None]
     write_chain: Callable[..., None]
+    fold_slots: Callable[..., None]
     seal_slots: Callable[..., None]
     check_slots: Callable[..., None]
     scrub_range: Callable[..., None]
 
 
-REFERENCE = Backend("torch", plan_offsets, verify_prefixes, write_chain, seal_slots, check_slots, scrub_range)
+REFERENCE = Backend(
+    "torch",
+    plan_offsets=plan_reference.plan_offsets,
+    plan_batch=plan_reference.plan_batch,
+    scatter_req_token_ids=scatter_reference.scatter_req_token_ids,
+    verify_prefixes=verify_reference.verify_prefixes,
+    write_chain=write_reference.write_chain,
+    fold_slots=fold_reference.fold_slots,
+    seal_slots=fold_reference.seal_slots,
+    check_slots=scrub_reference.check_slots,
+    scrub_range=scrub_reference.scrub_range,
+)
+
+
+@functools.cache
+def load_triton() -> Backend:
+    """The Triton backend. Imported on demand: a host without a GPU may have no Triton, and needs none."""
+    from . import fold_triton, plan_triton, scatter_triton, scrub_triton, verify_triton, write_triton
+
+    return Backend(
+        "triton",
+        plan_offsets=plan_triton.plan_offsets,
+        plan_batch=plan_triton.plan_batch,
+        scatter_req_token_ids=scatter_triton.scatter_req_token_ids,
+        verify_prefixes=verify_triton.verify_prefixes,
+        write_chain=write_triton.write_chain,
+        fold_slots=fold_triton.fold_slots,
+        seal_slots=fold_triton.seal_slots,
+        check_slots=scrub_triton.check_slots,
+        scrub_range=scrub_triton.scrub_range,
+    )
 
 
 def pick_backend(device: torch.device | str) -> Backend:
-    """The backend for tensors on ``device``."""
-    del device  # torch serves every device
-    return REFERENCE
+    """The backend for tensors on ``device``: Triton where that compiles for it, torch everywhere else."""
+    return load_triton() if torch.device(device).type in TRITON_DEVICES else REFERENCE
 
 
 def describe(backend: Backend, device: Any) -> str:

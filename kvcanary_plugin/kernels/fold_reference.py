@@ -5,11 +5,15 @@ Works through blocks of bounded size, so that the scratch stays small beside the
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from ..pool_patcher.sources import SourceTable
 from . import record as r
 from .mixing import mix_
+
+if TYPE_CHECKING:
+    from ..pool_patcher.sources import SourceTable
 
 
 def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor, locator: torch.Tensor) -> None:
@@ -40,13 +44,32 @@ def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor,
                 locator[start : start + slots_a_block] += parts.mul_(table.weights[source:stop, None]).sum(0)
 
 
-def seal_slots(*, records: torch.Tensor, table: SourceTable, slots: torch.Tensor) -> None:
-    """Fold ``slots`` (int64 (n,)) and keep digest and locator in their records.
+def seal_slots(
+    *,
+    records: torch.Tensor,
+    table: SourceTable,
+    slots: torch.Tensor,
+    poison: int = 0,
+    survivors: torch.Tensor | None = None,
+) -> None:
+    """Fold ``slots`` and keep digest and locator in their records.
 
-    A slot outside the pool is folded and kept as slot 0, the padding: it has been reported when its chain was written.
+    Args:
+        records: int64 (slot_count, RECORD_WORDS), updated at ``slots``.
+        table: the sources of the pool.
+        slots: int64 (n,), none twice. One outside the pool is left out: it was reported when its chain was written.
+        poison: the word that was put into the rows before they were to be stored.
+        survivors: int64 (n,), or None: raised by the number of first and last words of rows that still are ``poison``.
     """
-    inside = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
-    sums = torch.empty((2, slots.numel()), dtype=torch.int64, device=records.device)
-    fold_slots(table, inside, digest=sums[0], locator=sums[1])
-    records[:, r.DIGEST].index_copy_(0, inside, sums[0])
-    records[:, r.LOCATOR].index_copy_(0, inside, sums[1])
+    inside = (slots >= 0) & (slots < records.shape[0])
+    chosen = slots[inside]
+    sums = torch.empty((2, chosen.numel()), dtype=torch.int64, device=records.device)
+    fold_slots(table, chosen, digest=sums[0], locator=sums[1])
+    records[:, r.DIGEST].index_copy_(0, chosen, sums[0])
+    records[:, r.LOCATOR].index_copy_(0, chosen, sums[1])
+    if survivors is not None:
+        for source in table.sources:
+            words = torch.empty((chosen.numel(), source.word_count), dtype=torch.int64, device=records.device)
+            source.gather_words(chosen, out=words)
+            edges = words[:, sorted({0, source.word_count - 1})]
+            survivors[inside] += (edges == poison).sum(1)

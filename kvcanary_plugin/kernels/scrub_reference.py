@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from ..pool_patcher.sources import SourceTable
 from . import record as r
 from .fold_reference import fold_slots
 from .violations import ViolationBuffer
+
+if TYPE_CHECKING:
+    from ..pool_patcher.sources import SourceTable
 
 
 def check_slots(
@@ -28,13 +32,13 @@ def check_slots(
         request: index in the batch of the request they are checked for, -1 for none.
     """
     n = slots.numel()
-    if n == 0:
+    if n == 0 or not table.sources:
         return
     inside = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
     found = torch.empty((2, n), dtype=torch.int64, device=records.device)
     fold_slots(table, inside, digest=found[0], locator=found[1])
     kept = records.index_select(0, inside)
-    live = (kept[:, r.IDENTITY] & r.LIVE_BIT) != 0
+    live = ((kept[:, r.IDENTITY] & r.LIVE_BIT) != 0) & (inside == slots)
     bad = live & ((kept[:, r.DIGEST] != found[0]) | (kept[:, r.LOCATOR] != found[1]))
     if records.device.type == "cpu" and not bool(bad.any()):
         return

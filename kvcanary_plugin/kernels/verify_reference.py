@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from . import record as r
-from .mixing import POSITION_SHIFT, mix
+from .mixing import POSITION_SHIFT, mix_
+from .plan_reference import expand_offsets
 from .violations import ViolationBuffer
 
 
@@ -30,7 +31,7 @@ def verify_prefixes(
     Args:
         records: int64 (slot_count, RECORD_WORDS).
         writers: int64 (slot_count,), only copied into violation rows.
-        req_to_token: int32 (row_count, context), rows contiguous.
+        req_to_token: int32 (row_count, context), rows contiguous. A position past a row counts as slot -1.
         rows: int64 (bs,). One outside [1, row_count) is reported and nothing behind it is followed.
         offsets: int64 (bs + 1,), CSR over the positions to verify.
         anchors, end_points: int64 (bs,), the true chain before the first and after the last of these positions.
@@ -39,43 +40,55 @@ def verify_prefixes(
     """
     if total == 0:
         return
-    device = records.device
     lengths = offsets[1:] - offsets[:-1]
-    request = torch.repeat_interleave(lengths, output_size=total)
-    positions = torch.arange(total, device=device) - offsets[request]
+    request = expand_offsets(offsets, total)
+    index = torch.arange(total, device=records.device)
 
     row_bad = (rows < 1) | (rows >= req_to_token.shape[0])
     row_starts = torch.where(row_bad, 0, rows) * req_to_token.stride(0)
-    flat_rows = req_to_token.as_strided((req_to_token.shape[0] * req_to_token.stride(0),), (1,))
-    slots = flat_rows[row_starts[request] + positions].to(torch.int64)
-    slot_bad = (slots < first_slot) | (slots >= records.shape[0])
-    found = records.index_select(0, torch.where(slot_bad, 0, slots))
+    row_count, context = req_to_token.shape
+    table = req_to_token.as_strided(((row_count - 1) * req_to_token.stride(0) + context,), (1,))
+    entries = (row_starts - offsets[:-1])[request].add_(index)
+    if bool((lengths > context).any()):  # garbage lengths: nothing behind the end of a row is followed
+        past_row = index - offsets[request] >= context
+        slots = torch.where(past_row, -1, table[torch.where(past_row, 0, entries)].to(torch.int64))
+    else:
+        slots = table[entries].to(torch.int64)
+    # A slot that may not be followed stands as the nearest one that may.
+    inside = slots.clamp(first_slot, records.shape[0] - 1)
+    found = records.index_select(0, inside)
     chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
 
-    previous = torch.empty_like(chain)
-    previous[1:] = chain[:-1]
-    previous = torch.where(positions == 0, anchors[request], previous)
-    link_bad = (chain - previous) != mix(identity & r.MIX_INPUT_MASK)
-    place_bad = (identity >> POSITION_SHIFT) != (positions | r.LIVE)
+    # chain[p - 1] + mix(token, p) for every position: shifted by one, with the anchors where a request begins
+    expected = torch.empty_like(index)
+    expected[1:] = chain[:-1]
+    has_prefix = lengths > 0
+    expected[offsets[:-1][has_prefix]] = anchors[has_prefix]
+    words = identity & r.MIX_INPUT_MASK
+    expected += mix_(words, torch.empty_like(words))
+    place = (r.LIVE - offsets[:-1])[request].add_(index)  # position and flags as the identity word must have them
+    slot_bad, place_bad, link_bad = slots != inside, (identity >> POSITION_SHIFT) != place, expected != chain
     bad = slot_bad | place_bad | link_bad
 
     ends = (offsets[1:] - 1).clamp_(min=0)
-    end_bad = (chain[ends] != end_points) & (lengths > 0)
-    if device.type == "cpu" and not bool(bad.any() | end_bad.any() | row_bad.any()):
+    end_bad = (chain[ends] != end_points) & has_prefix
+    # On the CPU looking is free and there is nearly never anything to see. A GPU would have to be waited for.
+    if records.device.type == "cpu" and not (bool(bad.any()) or bool(end_bad.any()) or bool(row_bad.any())):
         return
+    positions = place & r.POSITION_MASK
 
     behind_bad_row = row_bad[request]
     dead = ((identity >> POSITION_SHIFT) & r.LIVE) == 0
     kind = torch.where(place_bad, torch.where(dead, int(r.Kind.DEAD_SLOT), int(r.Kind.POSITION)), int(r.Kind.LINK))
     kind = torch.where(slot_bad, int(r.Kind.SLOT_RANGE), kind)
-    violations.append(row_bad & (lengths > 0), {r.ROW_KIND: int(r.Kind.ROW_RANGE), r.ROW_SLOT: rows, **_request(rows)})
+    violations.append(row_bad & has_prefix, {r.ROW_KIND: int(r.Kind.ROW_RANGE), r.ROW_SLOT: rows, **_request(rows)})
     violations.append(
         bad & ~behind_bad_row,
         {
             r.ROW_KIND: kind,
             r.ROW_REQUEST: request,
             r.ROW_POSITION: positions,
-            **_record(slots, found, writers),
+            **_record(slots, found, writers[inside]),
         },
     )
     violations.append(
@@ -84,7 +97,7 @@ def verify_prefixes(
             r.ROW_KIND: int(r.Kind.END_POINT),
             r.ROW_POSITION: lengths - 1,
             **_request(rows),
-            **_record(slots[ends], found[ends], writers),
+            **_record(slots[ends], found[ends], writers[inside[ends]]),
         },
     )
 
@@ -100,5 +113,5 @@ def _record(slots: torch.Tensor, found: torch.Tensor, writers: torch.Tensor) -> 
         r.ROW_CHAIN: found[:, r.CHAIN],
         r.ROW_DIGEST: found[:, r.DIGEST],
         r.ROW_LOCATOR: found[:, r.LOCATOR],
-        r.ROW_WRITER: writers[slots.clamp(0, writers.shape[0] - 1)],
+        r.ROW_WRITER: writers,
     }

@@ -8,22 +8,26 @@ from . import record as r
 
 
 class ViolationBuffer:
-    """Raw rows of one forward.
+    """Raw rows found since the last reset, in no particular order on a GPU.
 
     Attributes:
-        rows: int64 (capacity, ROW_COLUMNS). Only the first ``min(count, capacity)`` mean something.
-        count: int64 (1,), every violation appended since the last reset, kept or not.
+        capacity: rows kept; those that find no room are counted all the same.
+        block: int64 (1 + capacity, ROW_COLUMNS), contiguous: the count in its first element, then ``rows``. A host drains
+            the buffer in one copy of it.
+        rows: int64 (capacity, ROW_COLUMNS), part of ``block``. Only the first ``min(count, capacity)`` mean something.
+        count: int64 (1,), part of ``block``: every violation appended since the last reset, kept or not.
     """
 
     def __init__(self, capacity: int, device: torch.device | str) -> None:
         self.capacity = capacity
         # One line more than promised: rows that find no room are sent there, so appending needs no branch.
-        self._lines = torch.zeros((capacity + 1, r.ROW_COLUMNS), dtype=torch.int64, device=device)
-        self.rows = self._lines[:capacity]
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._lines = torch.zeros((capacity + 2, r.ROW_COLUMNS), dtype=torch.int64, device=device)
+        self.block = self._lines[: capacity + 1]
+        self.rows = self._lines[1 : capacity + 1]
+        self.count = self._lines[0, :1]
 
     def reset(self) -> None:
-        """Forget everything, in stream order."""
+        """Forget everything, in stream order; after a drain this makes room for detail again."""
         self.count.zero_()
 
     def append(self, mask: torch.Tensor, columns: dict[int, torch.Tensor | int]) -> None:
@@ -36,7 +40,7 @@ class ViolationBuffer:
         rows = torch.zeros((mask.numel(), r.ROW_COLUMNS), dtype=torch.int64, device=mask.device)
         for column, value in columns.items():
             rows[:, column] = value
-        place = self.count + torch.cumsum(mask, 0) - 1
-        place = torch.where(mask & (place < self.capacity), place, self.capacity)
+        place = self.count + torch.cumsum(mask, 0)  # counts from 1, the line of the first row
+        place = torch.where(mask & (place <= self.capacity), place, self.capacity + 1)
         self._lines.index_copy_(0, place, rows)
         self.count.add_(mask.sum())

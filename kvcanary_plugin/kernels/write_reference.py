@@ -6,6 +6,7 @@ import torch
 
 from . import record as r
 from .mixing import POSITION_SHIFT, mix
+from .plan_reference import expand_offsets
 from .violations import ViolationBuffer
 
 
@@ -39,7 +40,7 @@ def write_chain(
     if n == 0:
         return
     device = slots.device
-    request = torch.repeat_interleave(offsets[1:] - offsets[:-1], output_size=n)
+    request = expand_offsets(offsets, n)
     positions = torch.arange(n, device=device) + (prefix_lens - offsets[:-1])[request]
     words = (tokens & r.TOKEN_MASK) | (positions << POSITION_SHIFT)
     sums = torch.zeros(n + 1, dtype=torch.int64, device=device)
@@ -48,11 +49,11 @@ def write_chain(
     words |= r.LIVE_BIT
 
     outside = (slots < first_slot) | (slots >= records.shape[0])
-    # On the CPU looking is free and there is nearly never anything to see. A GPU would have to be waited for.
-    if device.type != "cpu" or bool(outside.any()):
+    # On the CPU looking is free and there is nearly never anything to see.
+    if bool(outside.any()):
         columns = {r.ROW_REQUEST: request, r.ROW_POSITION: positions, r.ROW_SLOT: slots, r.ROW_IDENTITY: words}
         violations.append(outside, {r.ROW_KIND: int(r.Kind.WRITE_RANGE), r.ROW_CHAIN: chain, **columns})
-        slots = torch.where(outside, 0, slots)  # slot 0 is padding: its record is never read
+        slots, chain, words, request = (values[~outside] for values in (slots, chain, words, request))
     records[:, r.CHAIN].index_copy_(0, slots, chain)
     records[:, r.IDENTITY].index_copy_(0, slots, words)
     writers.index_copy_(0, slots, (rows & r.WRITER_ROW_MASK)[request] | (step << r.WRITER_ROW_BITS))

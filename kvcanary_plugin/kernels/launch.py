@@ -1,0 +1,62 @@
+"""Launch Triton kernels for less host time than ``kernel[grid](...)`` takes.
+
+That call binds, specialises and looks up anew each time. Here the compiled kernel is kept per set of constants, which is
+sound because no run-time argument is specialised: integers are declared 64-bit and pointers are not assumed aligned.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+_CONSTANT = "tl.constexpr"
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def jit(function: Callable[..., None]) -> Any:
+    """``triton.jit`` that specialises nothing but the parameters declared ``tl.constexpr``."""
+    parameters = inspect.signature(function).parameters.values()
+    runtime = [parameter.name for parameter in parameters if parameter.annotation != _CONSTANT]
+    return triton.jit(do_not_specialize=runtime)(function)
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    constants: tuple[Any, ...],
+    *,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = (),
+    warps: int = 4,
+) -> None:
+    """Run ``programs`` instances of a kernel on the current stream of ``device``, which must be the current device.
+
+    Args:
+        kernel: function under :func:`jit`, its integers declared ``tl.int64``.
+        programs: size of the one-dimensional grid.
+        arguments: run-time arguments, in order.
+        constants: the constexpr parameters that follow them, in order.
+        dtypes: of those arguments whose dtype may differ from one call to the next.
+        warps: per program.
+    """
+    if not isinstance(kernel, JITFunction):  # interpreted, or wrapped by a tool
+        kernel[(programs,)](*arguments, *constants, num_warps=warps)
+        return
+    key = (kernel, constants, device.index, dtypes, warps)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=warps)
+        return
+    compiled[(programs, 1, 1)](*arguments, *constants)
+
+
+def block_of(count: int, least: int, most: int) -> int:
+    """The power of two that holds ``count``, within bounds that are powers of two."""
+    return min(most, max(least, triton.next_power_of_2(max(count, 1))))
