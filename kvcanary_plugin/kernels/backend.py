@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,19 @@ from typing import Any
 
 import torch
 
-from . import fold_reference, plan_reference, scatter_reference, scrub_reference, verify_reference, write_reference
+from . import (
+    fold_numpy,
+    fold_reference,
+    plan_numpy,
+    plan_reference,
+    scatter_reference,
+    scrub_numpy,
+    scrub_reference,
+    verify_numpy,
+    verify_reference,
+    write_numpy,
+    write_reference,
+)
 
 TRITON_DEVICES = ("cuda", "xpu")  # HIP devices call themselves cuda, too
 
@@ -28,6 +41,7 @@ class Backend:
     seal_slots: Callable[..., None]
     check_slots: Callable[..., None]
     scrub_range: Callable[..., None]
+    seal_and_scrub: Callable[..., None]
 
 
 REFERENCE = Backend(
@@ -41,6 +55,22 @@ REFERENCE = Backend(
     seal_slots=fold_reference.seal_slots,
     check_slots=scrub_reference.check_slots,
     scrub_range=scrub_reference.scrub_range,
+    seal_and_scrub=scrub_reference.seal_and_scrub,
+)
+
+
+# On a CPU numpy does the work of a decode step; what is rare stays with the references.
+NUMPY = dataclasses.replace(
+    REFERENCE,
+    name="numpy",
+    plan_offsets=plan_numpy.plan_offsets,
+    verify_prefixes=verify_numpy.verify_prefixes,
+    write_chain=write_numpy.write_chain,
+    fold_slots=fold_numpy.fold_slots,
+    seal_slots=fold_numpy.seal_slots,
+    check_slots=scrub_numpy.check_slots,
+    scrub_range=scrub_numpy.scrub_range,
+    seal_and_scrub=scrub_numpy.seal_and_scrub,
 )
 
 
@@ -60,12 +90,16 @@ def load_triton() -> Backend:
         seal_slots=fold_triton.seal_slots,
         check_slots=scrub_triton.check_slots,
         scrub_range=scrub_triton.scrub_range,
+        seal_and_scrub=scrub_triton.seal_and_scrub,
     )
 
 
 def pick_backend(device: torch.device | str) -> Backend:
-    """The backend for tensors on ``device``: Triton where that compiles for it, torch everywhere else."""
-    return load_triton() if torch.device(device).type in TRITON_DEVICES else REFERENCE
+    """The backend for tensors on ``device``: Triton where it compiles for it, numpy on a CPU, torch everywhere else."""
+    kind = torch.device(device).type
+    if kind in TRITON_DEVICES:
+        return load_triton()
+    return NUMPY if kind == "cpu" else REFERENCE
 
 
 def describe(backend: Backend, device: Any) -> str:

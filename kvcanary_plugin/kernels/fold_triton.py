@@ -1,8 +1,10 @@
 """Digest and locator of chosen slots over all sources.
 
-A program folds a few slots over all sources, or over some of them where there are few slots: then the programs of a slot
-add their sums up in scratch memory and the last one to arrive finishes it. What bounds it is memory bandwidth, or for few
-slots the latency of three dependent reads.
+A program folds one slot over all sources, or over some of them where there are few slots: then the programs of a slot add
+their sums up in scratch memory and the last one to arrive finishes it. What bounds it is memory bandwidth, or for few slots
+the latency of three dependent reads.
+
+Rows and words past the last one are loaded as zero with a zero key, and ``mix(0)`` is 0: they need no mask of their own.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from .violations import ViolationBuffer
 if TYPE_CHECKING:
     from ..pool_patcher.sources import SourceTable
 
-# What a kernel does with the sums of a slot.
-OUTPUT = 0  # stores them in two vectors
-SEAL = 1  # keeps them in the slot's record
-COMPARE = 2  # compares them with the slot's record, if that is live
+# What becomes of the sums of a listed slot.
+OUTPUT = 0  # stored in two vectors
+SEAL = 1  # kept in the slot's record
+COMPARE = 2  # compared with the slot's record, if that is live
 _SEAL = tl.constexpr(SEAL)
 _COMPARE = tl.constexpr(COMPARE)
 _CONTENT = tl.constexpr(int(r.Kind.CONTENT))
 
-_PLACE_WORDS = tl.constexpr(4)
-_ENOUGH_PROGRAMS = 1024  # keep any current GPU busy; more only cost additions in scratch
+_PLACE_WORDS = tl.constexpr(2)
+_ENOUGH_PROGRAMS = 256  # keep any current GPU busy; more only cost additions in scratch
+_TILE_WORDS = 1024
+_LISTED = tl.constexpr(256)  # slot ids looked through at once
 
 
 @triton.jit
@@ -56,167 +60,183 @@ def _load_words(row, j, mask, READ_BYTES: tl.constexpr, UNIT: tl.constexpr):
     return words.to(tl.int64, bitcast=True)
 
 
+@triton.jit
+def _is_listed(slots_ptr, n, slot):
+    """Whether ``slot`` is among the n listed ones."""
+    found = tl.zeros((), tl.int32)
+    for begin in range(0, n, _LISTED):
+        k = begin + tl.arange(0, _LISTED)
+        found += tl.max((tl.load(slots_ptr + k, mask=k < n, other=-1) == slot).to(tl.int32), 0)
+    return found > 0
+
+
 @jit
 def _fold(
-    places_ptr, keys_ptr, sources: tl.int64, slots_ptr, start: tl.int64, n: tl.int64,
-    records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr, sums_ptr, sums_stride: tl.int64, arrivals_ptr,
-    parts: tl.int64, awaited: tl.int64, writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr,
-    violation_capacity: tl.int64, survivors_ptr, poison: tl.int64,
-    MODE: tl.constexpr, LISTED: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr,
-    READ_BYTES: tl.constexpr, WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    places_ptr, keys_ptr, sources: tl.int64, page_stride: tl.int64, slot_stride: tl.int64, slots_ptr,
+    n: tl.int64, start: tl.int64, records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr, sums_ptr, sums_stride: tl.int64, arrivals_ptr, parts: tl.int64, awaited: tl.int64,
+    writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr, violation_capacity: tl.int64,
+    survivors_ptr, poison: tl.int64,
+    MODE: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr, READ_BYTES: tl.constexpr, WORDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) // parts
+    item = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0).to(tl.int64) % parts
-    i = block * SLOTS + tl.arange(0, SLOTS)
-    if LISTED:
-        slot = tl.load(slots_ptr + i, mask=i < n, other=-1)
-    else:
-        slot = start + i
-    wanted = (i < n) & (slot >= 0) & (slot < slot_count)
+    listed = item < n
+    slot = tl.load(slots_ptr + item, mask=listed, other=start + item - n)
+    wanted = (slot >= 0) & (slot < slot_count)
     record = records_ptr + slot * RECORD_WORDS
+    compares = ~listed
     if MODE == _COMPARE:
-        identity = tl.load(record + IDENTITY, mask=wanted, other=0)
-        wanted = wanted & ((identity & LIVE_BIT) != 0)
+        compares = slot == slot
+    identity = tl.load(record + IDENTITY, mask=wanted & compares, other=0)
+    wanted = wanted & (((identity & LIVE_BIT) != 0) | ~compares)
 
-    # Sources of this part; none where no slot is wanted, so that a dead stretch of the pool costs next to nothing.
+    # Sources of this part; none where the slot is not wanted, so that a dead slot costs next to nothing.
     first = sources * part // parts
-    last = tl.where(tl.max(wanted.to(tl.int32), 0) > 0, sources * (part + 1) // parts, first)
-    page = slot // PAGE_SIZE
-    within = slot % PAGE_SIZE
-    digests = tl.zeros((SLOTS, BLOCK), tl.int64)
-    locators = tl.zeros((SLOTS, BLOCK), tl.int64)
-    for source in tl.range(first, last, num_stages=STAGES):
+    last = tl.where(wanted, sources * (part + 1) // parts, first)
+    offset = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
+    digests = tl.zeros((ROWS, BLOCK), tl.int64)
+    locators = tl.zeros((ROWS, BLOCK), tl.int64)
+    survived = tl.zeros((), tl.int64)
+    for begin in tl.range(first, last, ROWS, num_stages=STAGES):
+        source = begin + tl.arange(0, ROWS)
+        inside = source < last
         place = places_ptr + source * _PLACE_WORDS
-        row = tl.load(place) + page * tl.load(place + 1) + within * tl.load(place + 2)
-        b = tl.load(place + 3)
-        for begin in tl.static_range(0, WORDS, BLOCK):
-            j = begin + tl.arange(0, BLOCK)
-            words = _load_words(row, j, wanted[:, None], READ_BYTES, UNIT)
-            key = tl.multiple_of(keys_ptr + source * (WORDS + WORDS % 2), 16) + j
-            keys = tl.load(key, mask=j < WORDS, other=0)
-            hashes = mix(words ^ keys[None, :])
-            if WORDS % BLOCK:
-                hashes = tl.where((j < WORDS)[None, :], hashes, 0)
+        row = tl.load(place, mask=inside, other=0) + offset
+        weight = 2 * tl.load(place + 1, mask=inside, other=0) + 1
+        for column in tl.static_range(0, WORDS, BLOCK):
+            j = column + tl.arange(0, BLOCK)
+            words = _load_words(row, j, inside[:, None], READ_BYTES, UNIT)
+            key = tl.multiple_of(keys_ptr + source * (WORDS + WORDS % 2), [16])[:, None] + j[None, :]
+            hashes = mix(words ^ tl.load(key, mask=inside[:, None] & (j < WORDS)[None, :], other=0))
             digests += hashes
-            locators += hashes * (2 * b + 1)
+            locators += hashes * weight[:, None]
             if FINDS_POISON:
-                edge = (j == 0) | (j == WORDS - 1)
-                left = tl.sum(((words == poison) & edge[None, :]).to(tl.int32), 1)
-                tl.atomic_add(survivors_ptr + i, left.to(tl.int64), mask=wanted & (left > 0), sem="relaxed")
-    digest = tl.sum(digests, 1)
-    locator = tl.sum(locators, 1)
+                edge = inside[:, None] & ((j == 0) | (j == WORDS - 1))[None, :]
+                survived += tl.sum(tl.sum((edge & (words == poison)).to(tl.int64), 1), 0)
+    digest = tl.sum(tl.sum(digests, 1), 0)
+    locator = tl.sum(tl.sum(locators, 1), 0)
+    if FINDS_POISON:
+        tl.atomic_add(survivors_ptr + item, survived, mask=wanted & listed & (survived > 0), sem="relaxed")
 
-    finishes = True
+    finishes = wanted
     if SHARED:
-        tl.atomic_add(sums_ptr + i, digest, mask=wanted, sem="relaxed")
-        tl.atomic_add(sums_ptr + sums_stride + i, locator, mask=wanted, sem="relaxed")
-        tl.debug_barrier()  # the additions of all threads come before the arrival
-        finishes = tl.atomic_add(arrivals_ptr + block, 1) == awaited - 1
+        tl.atomic_add(sums_ptr + item, digest, mask=wanted, sem="relaxed")
+        tl.atomic_add(sums_ptr + sums_stride + item, locator, mask=wanted, sem="relaxed")
+        tl.debug_barrier()  # the additions come before the arrival
+        finishes = wanted & (tl.atomic_add(arrivals_ptr + item, 1, mask=wanted) == awaited - 1)
     if finishes:
         if SHARED:
-            digest = tl.atomic_xchg(sums_ptr + i, tl.zeros_like(digest), mask=wanted)
-            locator = tl.atomic_xchg(sums_ptr + sums_stride + i, tl.zeros_like(locator), mask=wanted)
-            tl.atomic_xchg(arrivals_ptr + block, 0)
-        if MODE == _COMPARE:
-            kept_digest = tl.load(record + DIGEST, mask=wanted, other=0)
-            kept_locator = tl.load(record + LOCATOR, mask=wanted, other=0)
-            bad = wanted & ((kept_digest != digest) | (kept_locator != locator))
-            if tl.max(bad.to(tl.int32), 0) > 0:
-                identity = tl.load(record + IDENTITY, mask=wanted, other=0)
-                chain = tl.load(record + _CHAIN, mask=wanted, other=0)
-                writer = tl.load(writers_ptr + slot, mask=wanted, other=0)
+            digest = tl.atomic_xchg(sums_ptr + item, tl.zeros_like(digest))
+            locator = tl.atomic_xchg(sums_ptr + sums_stride + item, tl.zeros_like(locator))
+            tl.atomic_xchg(arrivals_ptr + item, 0)
+        if compares:
+            kept_digest = tl.load(record + DIGEST)
+            kept_locator = tl.load(record + LOCATOR)
+            if (kept_digest != digest) | (kept_locator != locator):
+                bad = kept_digest == kept_digest
+                if MODE == _SEAL:
+                    bad = ~_is_listed(slots_ptr, n, slot)  # those are being sealed by other programs right now
                 append_rows(
-                    violations_ptr, violation_count_ptr, violation_capacity, bad, _CONTENT, request,
-                    (identity >> 32) & POSITION_MASK, slot, identity, chain, kept_digest, kept_locator,
-                    digest, locator, writer,
+                    violations_ptr, violation_count_ptr, violation_capacity, bad, _CONTENT,
+                    tl.where(listed, request, -1), (identity >> 32) & POSITION_MASK, slot, identity,
+                    tl.load(record + _CHAIN), kept_digest, kept_locator, digest, locator, tl.load(writers_ptr + slot),
                 )  # fmt: skip
         elif MODE == _SEAL:
-            tl.store(record + DIGEST, digest, mask=wanted)
-            tl.store(record + LOCATOR, locator, mask=wanted)
+            tl.store(record + DIGEST, digest)
+            tl.store(record + LOCATOR, locator)
         else:
-            tl.store(digest_ptr + i, digest, mask=wanted)
-            tl.store(locator_ptr + i, locator, mask=wanted)
+            tl.store(digest_ptr + item, digest)
+            tl.store(locator_ptr + item, locator)
 
 
 def launch_fold(
-    *,
     mode: int,
+    *,
     table: SourceTable,
-    slots: torch.Tensor | None,
-    start: int,
-    n: int,
+    slots: torch.Tensor | None = None,
+    start: int = 0,
+    count: int = 0,
     records: torch.Tensor,
-    digest: torch.Tensor,
-    locator: torch.Tensor,
-    writers: torch.Tensor,
-    request: int,
-    violations: ViolationBuffer | None,
-    survivors: torch.Tensor | None,
-    poison: int,
-    slots_a_program: int | None = None,
+    digest: torch.Tensor | None = None,
+    locator: torch.Tensor | None = None,
+    writers: torch.Tensor | None = None,
+    request: int = -1,
+    violations: ViolationBuffer | None = None,
+    survivors: torch.Tensor | None = None,
+    poison: int = 0,
     parts: int | None = None,
+    rows: int | None = None,
     block: int | None = None,
     stages: int = 1,
     warps: int = 4,
 ) -> None:
-    """Fold ``slots``, or the ``n`` slots from ``start`` on, and deal with the sums as ``mode`` says.
+    """Fold ``slots``, dealing with their sums as ``mode`` says, and compare the ``count`` slots from ``start`` on.
 
     Args:
-        slots_a_program, parts, block: slots that one program folds, programs that share the sources of a group, and words
-            of a row taken at once (powers of two, but for ``parts``); chosen by size if None.
-        warps: per program.
+        slots: int64 (n,), or None for none.
+        digest, locator: int64 (n,), out, where the mode is OUTPUT.
+        records: int64 (slot_count, RECORD_WORDS).
+        writers, violations: where anything is compared.
+        request: said in violations of listed slots.
+        survivors, poison: see :func:`fold_reference.seal_slots`.
+        parts: programs that share the sources of a group; chosen by size if None, like what follows.
+        rows, block: sources and words of a row that a program takes at once, powers of two.
+        stages, warps: of the compiled kernel.
     """
+    n = 0 if slots is None else slots.shape[0]
+    items = n + count
+    if items <= 0 or not table.sources:
+        return
     pointers = pointers_of(table)
-    device = records.device
-    per_program = slots_a_program or (4 if n >= 4 else block_of(n, 1, 4))
-    blocks = triton.cdiv(n, per_program)
-    wanted_parts = [min(parts or max(1, _ENOUGH_PROGRAMS // blocks), group.count) for group in pointers.groups]
+    unused = records
+    wanted_parts = [min(parts or max(1, _ENOUGH_PROGRAMS // items), group.count) for group in pointers.groups]
     awaited = sum(wanted_parts)
-    shared = awaited > 1
-    sums, arrivals = pointers.scratch(n, blocks) if shared else (digest, digest)
+    sums, arrivals = pointers.scratch(items) if awaited > 1 else (unused, unused)
     for group, group_parts in zip(pointers.groups, wanted_parts, strict=True):
+        wide = block or block_of(group.words, 2, 256)
         launch(
             _fold,
-            blocks * group_parts,
+            items * group_parts,
             (
                 group.places,
                 group.keys,
                 group.count,
-                records if slots is None else slots,
-                start,
+                group.page_stride,
+                group.slot_stride,
+                unused if slots is None else slots,
                 n,
+                start,
                 records,
                 table.slot_count,
-                digest,
-                locator,
+                unused if digest is None else digest,
+                unused if locator is None else locator,
                 sums,
-                sums.stride(0),
+                sums.shape[-1],
                 arrivals,
                 group_parts,
                 awaited,
-                writers,
+                unused if writers is None else writers,
                 request,
-                records if violations is None else violations.rows,
-                records if violations is None else violations.count,
+                unused if violations is None else violations.rows,
+                unused if violations is None else violations.count,
                 0 if violations is None else violations.capacity,
-                records if survivors is None else survivors,
+                unused if survivors is None else survivors,
                 poison,
             ),
             (
                 mode,
-                slots is not None,
-                shared,
+                awaited > 1,
                 survivors is not None,
                 group.read_bytes,
                 group.words,
                 group.page_size,
                 group.unit,
-                per_program,
-                block or block_of(group.words, 2, 256),
+                rows or max(1, min(_TILE_WORDS // wide, block_of(group.count, 1, 64))),
+                wide,
                 stages,
             ),
-            device=device,
+            device=records.device,
             warps=warps,
         )
 
@@ -226,22 +246,7 @@ def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor,
     if not table.sources:
         digest.zero_()
         locator.zero_()
-    elif slots.shape[0]:
-        launch_fold(
-            mode=OUTPUT,
-            table=table,
-            slots=slots,
-            start=0,
-            n=slots.shape[0],
-            records=digest,
-            digest=digest,
-            locator=locator,
-            writers=digest,
-            request=-1,
-            violations=None,
-            survivors=None,
-            poison=0,
-        )
+    launch_fold(OUTPUT, table=table, slots=slots, records=digest, digest=digest, locator=locator)
 
 
 def seal_slots(
@@ -253,19 +258,4 @@ def seal_slots(
     survivors: torch.Tensor | None = None,
 ) -> None:
     """See :func:`fold_reference.seal_slots`."""
-    if slots.shape[0] and table.sources:
-        launch_fold(
-            mode=SEAL,
-            table=table,
-            slots=slots,
-            start=0,
-            n=slots.shape[0],
-            records=records,
-            digest=records,
-            locator=records,
-            writers=records,
-            request=-1,
-            violations=None,
-            survivors=survivors,
-            poison=poison,
-        )
+    launch_fold(SEAL, table=table, slots=slots, records=records, poison=poison, survivors=survivors)

@@ -54,7 +54,9 @@ def launch(
     if compiled is None:
         _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=warps)
         return
-    compiled[(programs, 1, 1)](*arguments, *constants)
+    # Addresses rather than tensors: the launcher would ask the driver about each tensor's memory.
+    plain = [argument if type(argument) is int else argument.data_ptr() for argument in arguments]
+    compiled[(programs, 1, 1)](*plain, *constants)
 
 
 def block_of(count: int, least: int, most: int) -> int:

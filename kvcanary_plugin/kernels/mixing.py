@@ -42,12 +42,27 @@ def mix_int(value: int) -> int:
 
 def mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """``mix`` of a numpy uint64 array of any shape, into a new array. What the host uses for true prefix hashes."""
-    mixed = values ^ (values >> np.uint64(30))
-    mixed *= np.uint64(MULTIPLIER_1)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(MULTIPLIER_2)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    mixed = values.copy()
+    return mix_array_(mixed, np.empty_like(mixed))
+
+
+def mix_array_(words: npt.NDArray[np.uint64], scratch: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """``mix`` of a numpy uint64 array, in place. ``scratch`` has the same shape. Returns ``words``."""
+    for (shift, _), multiplier in zip(_STEPS, (MULTIPLIER_1, MULTIPLIER_2, None), strict=True):
+        np.right_shift(words, np.uint64(shift), out=scratch)
+        np.bitwise_xor(words, scratch, out=words)
+        if multiplier is not None:
+            np.multiply(words, np.uint64(multiplier), out=words)
+    return words
+
+
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor as a numpy array over the same memory.
+
+    Small operations cost a third in numpy of what they cost in torch, and there are some fifty of them in a decode step.
+    So on a CPU the references are the definition and numpy does the work; the tests hold the two equal.
+    """
+    return tensor.numpy()
 
 
 def mix_(words: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
@@ -72,8 +87,3 @@ def make_keys(source_count: int, word_count: int, device: torch.device | str) ->
     b = np.arange(source_count, dtype=np.uint64)[:, None] << np.uint64(32)
     keys = mix_array(np.uint64(SEED) + b + np.arange(word_count, dtype=np.uint64)[None, :])
     return torch.from_numpy(keys.view(np.int64)).to(device)
-
-
-def to_unsigned(values: Any) -> npt.NDArray[np.uint64]:
-    """An int64 array seen as uint64, without a copy."""
-    return np.asarray(values, dtype=np.int64).view(np.uint64)

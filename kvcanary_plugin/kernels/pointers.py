@@ -20,22 +20,31 @@ class SourceGroup:
     """Sources of one shape, which one launch can fold.
 
     Attributes:
-        places: int64 (count, 4): address of slot 0, bytes from page to page, bytes from slot to slot, index b.
+        places: int64 (count, 2): address of slot 0, and index b.
         keys: int64 (count, words, rounded up to even), the fold keys of these sources; even, so that pairs can be loaded.
-        count: sources.
-        words: 64-bit words of a row, the last one padded.
         read_bytes: bytes of a row.
         page_size: slots a page.
+        page_stride, slot_stride: bytes from page to page, and within a page from slot to slot.
         unit: largest power of two, up to 16, that divides every address, stride and width; rows are loaded in such units.
     """
 
     places: torch.Tensor
     keys: torch.Tensor
-    count: int
-    words: int
     read_bytes: int
     page_size: int
+    page_stride: int
+    slot_stride: int
     unit: int
+
+    @property
+    def count(self) -> int:
+        """Sources of the group."""
+        return self.places.shape[0]
+
+    @property
+    def words(self) -> int:
+        """64-bit words of a row, the last one padded."""
+        return -(-self.read_bytes // 8)
 
 
 class SourcePointers:
@@ -47,37 +56,29 @@ class SourcePointers:
 
     def __init__(self, table: SourceTable) -> None:
         device = table.keys.device
-        places: dict[tuple[int, int, int], list[list[int]]] = {}
+        shapes: dict[tuple[int, int, int, int, int], list[tuple[int, int]]] = {}
         for index, source in enumerate(table.sources):
-            page_stride, slot_stride, _ = source.rows.stride()
-            place = [source.rows.data_ptr(), page_stride, slot_stride, index]
-            unit = math.gcd(_WIDEST_UNIT, source.read_bytes, place[0], page_stride, slot_stride)
-            places.setdefault((source.read_bytes, source.page_size, unit), []).append(place)
+            address, (page_stride, slot_stride, _) = source.rows.data_ptr(), source.rows.stride()
+            unit = math.gcd(_WIDEST_UNIT, source.read_bytes, address, page_stride, slot_stride)
+            shape = (source.read_bytes, source.page_size, page_stride, slot_stride, unit)
+            shapes.setdefault(shape, []).append((address, index))
         self.groups = tuple(
-            SourceGroup(
-                places=torch.tensor(rows, dtype=torch.int64).to(device),
-                keys=_keys_of(table, [row[-1] for row in rows], -(-read_bytes // 8)),
-                count=len(rows),
-                words=-(-read_bytes // 8),
-                read_bytes=read_bytes,
-                page_size=page_size,
-                unit=unit,
-            )
-            for (read_bytes, page_size, unit), rows in places.items()
+            SourceGroup(torch.tensor(places).to(device), _keys_of(table, [b for _, b in places], shape[0]), *shape)
+            for shape, places in shapes.items()
         )
         self._sums = torch.zeros((2, 0), dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def scratch(self, slots: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeroed sums, int64 (2, >= ``slots``), and zeroed arrival counts, int32 (>= ``blocks``,)."""
-        if self._sums.shape[1] < slots:
+    def scratch(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeroed sums, int64 (2, >= ``slots``), and zeroed arrival counts, int32 (>= ``slots``,)."""
+        if self._arrivals.shape[0] < slots:
             self._sums = self._sums.new_zeros((2, 2 * slots))
-        if self._arrivals.shape[0] < blocks:
-            self._arrivals = self._arrivals.new_zeros(2 * blocks)
+            self._arrivals = self._arrivals.new_zeros(2 * slots)
         return self._sums, self._arrivals
 
 
-def _keys_of(table: SourceTable, sources: list[int], words: int) -> torch.Tensor:
+def _keys_of(table: SourceTable, sources: list[int], read_bytes: int) -> torch.Tensor:
+    words = -(-read_bytes // 8)
     keys = table.keys.new_zeros((len(sources), words + words % 2))
     keys[:, :words] = table.keys[sources, :words]
     return keys

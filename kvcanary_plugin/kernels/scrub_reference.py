@@ -37,27 +37,7 @@ def check_slots(
     inside = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
     found = torch.empty((2, n), dtype=torch.int64, device=records.device)
     fold_slots(table, inside, digest=found[0], locator=found[1])
-    kept = records.index_select(0, inside)
-    live = ((kept[:, r.IDENTITY] & r.LIVE_BIT) != 0) & (inside == slots)
-    bad = live & ((kept[:, r.DIGEST] != found[0]) | (kept[:, r.LOCATOR] != found[1]))
-    if records.device.type == "cpu" and not bool(bad.any()):
-        return
-    violations.append(
-        bad,
-        {
-            r.ROW_KIND: int(r.Kind.CONTENT),
-            r.ROW_REQUEST: request,
-            r.ROW_POSITION: (kept[:, r.IDENTITY] >> 32) & r.POSITION_MASK,
-            r.ROW_SLOT: inside,
-            r.ROW_IDENTITY: kept[:, r.IDENTITY],
-            r.ROW_CHAIN: kept[:, r.CHAIN],
-            r.ROW_DIGEST: kept[:, r.DIGEST],
-            r.ROW_LOCATOR: kept[:, r.LOCATOR],
-            r.ROW_FOUND_DIGEST: found[0],
-            r.ROW_FOUND_LOCATOR: found[1],
-            r.ROW_WRITER: writers[inside],
-        },
-    )
+    report_slots(records, writers, inside, found, request, violations)
 
 
 def scrub_range(
@@ -73,3 +53,57 @@ def scrub_range(
     stop = min(start + count, records.shape[0])
     slots = torch.arange(start, stop, device=records.device)
     check_slots(records=records, writers=writers, table=table, slots=slots, violations=violations)
+
+
+def seal_and_scrub(
+    *,
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    table: SourceTable,
+    slots: torch.Tensor,
+    start: int,
+    count: int,
+    violations: ViolationBuffer,
+) -> None:
+    """``seal_slots`` of ``slots``, then ``scrub_range``, in one fold: half the calls, which is what counts on a CPU."""
+    stop = min(start + count, records.shape[0])
+    sealed = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
+    chosen = torch.cat((sealed, torch.arange(start, stop, device=records.device)))
+    found = torch.empty((2, chosen.numel()), dtype=torch.int64, device=records.device)
+    fold_slots(table, chosen, digest=found[0], locator=found[1])
+    n = slots.numel()
+    records[:, r.DIGEST].index_copy_(0, sealed, found[0, :n])
+    records[:, r.LOCATOR].index_copy_(0, sealed, found[1, :n])
+    report_slots(records, writers, chosen[n:], found[:, n:], -1, violations)
+
+
+def report_slots(
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    slots: torch.Tensor,
+    found: torch.Tensor,
+    request: int,
+    violations: ViolationBuffer,
+) -> None:
+    """Report the live slots among ``slots`` whose record differs from ``found`` (int64 (2, n): digest, locator)."""
+    kept = records.index_select(0, slots)
+    differs = (kept[:, r.DIGEST : r.LOCATOR + 1] != found.t()).any(1)
+    bad = differs & ((kept[:, r.IDENTITY] & r.LIVE_BIT) != 0)
+    if records.device.type == "cpu" and not bool(bad.any()):
+        return
+    violations.append(
+        bad,
+        {
+            r.ROW_KIND: int(r.Kind.CONTENT),
+            r.ROW_REQUEST: request,
+            r.ROW_POSITION: (kept[:, r.IDENTITY] >> 32) & r.POSITION_MASK,
+            r.ROW_SLOT: slots,
+            r.ROW_IDENTITY: kept[:, r.IDENTITY],
+            r.ROW_CHAIN: kept[:, r.CHAIN],
+            r.ROW_DIGEST: kept[:, r.DIGEST],
+            r.ROW_LOCATOR: kept[:, r.LOCATOR],
+            r.ROW_FOUND_DIGEST: found[0],
+            r.ROW_FOUND_LOCATOR: found[1],
+            r.ROW_WRITER: writers[slots],
+        },
+    )

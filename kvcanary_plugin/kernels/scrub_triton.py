@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .fold_triton import COMPARE, launch_fold
+from .fold_triton import COMPARE, SEAL, launch_fold
 from .violations import ViolationBuffer
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ def check_slots(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`scrub_reference.check_slots`."""
-    _compare(records, writers, table, slots, 0, slots.shape[0], request, violations)
+    launch_fold(
+        COMPARE, table=table, slots=slots, records=records, writers=writers, request=request, violations=violations
+    )
 
 
 def scrub_range(
@@ -36,33 +38,31 @@ def scrub_range(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`scrub_reference.scrub_range`."""
-    _compare(records, writers, table, None, start, min(count, records.shape[0] - start), -1, violations)
+    count = max(0, min(count, records.shape[0] - start))
+    launch_fold(
+        COMPARE, table=table, start=start, count=count, records=records, writers=writers, violations=violations
+    )
 
 
-def _compare(
+def seal_and_scrub(
+    *,
     records: torch.Tensor,
     writers: torch.Tensor,
     table: SourceTable,
-    slots: torch.Tensor | None,
+    slots: torch.Tensor,
     start: int,
-    n: int,
-    request: int,
+    count: int,
     violations: ViolationBuffer,
 ) -> None:
-    if n <= 0 or not table.sources:
-        return
+    """See :func:`scrub_reference.seal_and_scrub`."""
+    count = max(0, min(count, records.shape[0] - start))
     launch_fold(
-        mode=COMPARE,
+        SEAL,
         table=table,
         slots=slots,
         start=start,
-        n=n,
+        count=count,
         records=records,
-        digest=records,
-        locator=records,
         writers=writers,
-        request=request,
         violations=violations,
-        survivors=None,
-        poison=0,
     )

@@ -46,42 +46,35 @@ def verify_prefixes(
 
     row_bad = (rows < 1) | (rows >= req_to_token.shape[0])
     row_starts = torch.where(row_bad, 0, rows) * req_to_token.stride(0)
-    row_count, context = req_to_token.shape
-    table = req_to_token.as_strided(((row_count - 1) * req_to_token.stride(0) + context,), (1,))
-    entries = (row_starts - offsets[:-1])[request].add_(index)
-    if bool((lengths > context).any()):  # garbage lengths: nothing behind the end of a row is followed
-        past_row = index - offsets[request] >= context
-        slots = torch.where(past_row, -1, table[torch.where(past_row, 0, entries)].to(torch.int64))
-    else:
-        slots = table[entries].to(torch.int64)
-    # A slot that may not be followed stands as the nearest one that may.
+    table = req_to_token.as_strided((req_to_token.shape[0] * req_to_token.stride(0),), (1,))
+    slots = table.index_select(0, (row_starts - offsets[:-1]).index_select(0, request).add_(index))
     inside = slots.clamp(first_slot, records.shape[0] - 1)
-    found = records.index_select(0, inside)
-    chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
+    chain = records[:, r.CHAIN].index_select(0, inside)
+    identity = records[:, r.IDENTITY].index_select(0, inside)
 
-    # chain[p - 1] + mix(token, p) for every position: shifted by one, with the anchors where a request begins
-    expected = torch.empty_like(index)
-    expected[1:] = chain[:-1]
-    has_prefix = lengths > 0
-    expected[offsets[:-1][has_prefix]] = anchors[has_prefix]
+    place = (r.LIVE - offsets[:-1]).index_select(0, request).add_(index)  # flags and position a record must have here
+    before = torch.empty_like(chain)
+    before[1:] = chain[:-1]
+    before = torch.where(place == r.LIVE, anchors.index_select(0, request), before)
     words = identity & r.MIX_INPUT_MASK
-    expected += mix_(words, torch.empty_like(words))
-    place = (r.LIVE - offsets[:-1])[request].add_(index)  # position and flags as the identity word must have them
-    slot_bad, place_bad, link_bad = slots != inside, (identity >> POSITION_SHIFT) != place, expected != chain
+    link_bad = mix_(words, torch.empty_like(words)).add_(before) != chain
+    place_bad = (identity >> POSITION_SHIFT) != place
+    slot_bad = slots != inside
     bad = slot_bad | place_bad | link_bad
 
     ends = (offsets[1:] - 1).clamp_(min=0)
-    end_bad = (chain[ends] != end_points) & has_prefix
+    end_bad = (chain.index_select(0, ends) != end_points) & (lengths > 0)
     # On the CPU looking is free and there is nearly never anything to see. A GPU would have to be waited for.
-    if records.device.type == "cpu" and not (bool(bad.any()) or bool(end_bad.any()) or bool(row_bad.any())):
+    if records.device.type == "cpu" and not bool(torch.cat((bad, end_bad, row_bad)).any()):
         return
-    positions = place & r.POSITION_MASK
+    slots, positions = slots.to(torch.int64), place & r.POSITION_MASK
+    found = records.index_select(0, inside)
 
     behind_bad_row = row_bad[request]
     dead = ((identity >> POSITION_SHIFT) & r.LIVE) == 0
     kind = torch.where(place_bad, torch.where(dead, int(r.Kind.DEAD_SLOT), int(r.Kind.POSITION)), int(r.Kind.LINK))
     kind = torch.where(slot_bad, int(r.Kind.SLOT_RANGE), kind)
-    violations.append(row_bad & has_prefix, {r.ROW_KIND: int(r.Kind.ROW_RANGE), r.ROW_SLOT: rows, **_request(rows)})
+    violations.append(row_bad & (lengths > 0), {r.ROW_KIND: int(r.Kind.ROW_RANGE), r.ROW_SLOT: rows, **_request(rows)})
     violations.append(
         bad & ~behind_bad_row,
         {

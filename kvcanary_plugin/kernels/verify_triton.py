@@ -24,7 +24,6 @@ from .mixing_triton import (
     append_rows,
     find_request,
     mix,
-    span_requests,
 )
 from .violations import ViolationBuffer
 
@@ -42,21 +41,43 @@ def _verify_prefixes(
     records_ptr, writers_ptr, req_to_token_ptr, rows_ptr, offsets_ptr, anchors_ptr, end_points_ptr,
     violations_ptr, violation_count_ptr, total: tl.int64, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
     row_count: tl.int64, context: tl.int64, row_stride: tl.int64, violation_capacity: tl.int64,
-    BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
+    BLOCK: tl.constexpr, REQUESTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
+    last = tl.minimum(first + BLOCK, total) - 1
     lane = tl.arange(0, BLOCK)
     t = first + lane
-    low, high = span_requests(offsets_ptr, bs, first, tl.minimum(first + BLOCK, total) - 1, REQUESTS)
-    request = find_request(offsets_ptr, t, low, high)
-    begins = tl.load(offsets_ptr + request)
-    ends = tl.load(offsets_ptr + request + 1)
-    row = tl.load(rows_ptr + request)
+
+    # Who owns the block's first and last position. All offsets are looked at, with the rows beside them: one trip to memory.
+    low = tl.zeros((), tl.int64)
+    high = tl.zeros((), tl.int64)
+    row = tl.zeros((), tl.int64)
+    for start in range(0, bs, REQUESTS):
+        k = start + tl.arange(0, REQUESTS)
+        k_begins = tl.load(offsets_ptr + k, mask=k < bs, other=total)
+        k_ends = tl.load(offsets_ptr + 1 + k, mask=k < bs, other=total)
+        k_rows = tl.load(rows_ptr + k, mask=k < bs, other=0)
+        owns_first = (k_begins <= first) & (first < k_ends)
+        low += tl.sum(tl.where(owns_first, k, 0), 0)
+        row += tl.sum(tl.where(owns_first, k_rows, 0), 0)
+        high += tl.sum(tl.where((k_begins <= last) & (last < k_ends), k, 0), 0)
+    begins = tl.load(offsets_ptr + low)
+    ends = tl.load(offsets_ptr + low + 1)
+    # These become one number a lane where the block spans several requests.
+    request = low + tl.zeros_like(t)
+    begins += tl.zeros_like(t)
+    ends += tl.zeros_like(t)
+    row += tl.zeros_like(t)
+    if low != high:
+        request = find_request(offsets_ptr, t, low, high)
+        begins = tl.load(offsets_ptr + request)
+        ends = tl.load(offsets_ptr + request + 1)
+        row = tl.load(rows_ptr + request)
     position = t - begins
-    inside = (t < total) & (t < ends) & (position >= 0)
+    inside = (t < ends) & (position >= 0)
     row_bad = (row < 1) | (row >= row_count)
 
-    # The position before the block's first element, where that belongs to the same request.
+    # The position before the block's first one, where that belongs to the same request.
     seam = (lane == 0) & (position > 0)
     entry = req_to_token_ptr + row * row_stride + position
     in_row = inside & ~row_bad & (position < context)
@@ -67,10 +88,14 @@ def _verify_prefixes(
     # A slot that may not be followed stands as the nearest one that may.
     safe = tl.minimum(tl.maximum(slot, first_slot), slot_count - 1)
     seam_slot = tl.minimum(tl.maximum(seam_slot, first_slot), slot_count - 1)
-    column = tl.arange(0, RECORD_WORDS)[None, :]
-    record = tl.load(tl.multiple_of(records_ptr + safe[:, None] * RECORD_WORDS, [16, 16]) + column)
-    chain = tl.sum(tl.where(column == CHAIN, record, 0), 1)
-    identity = tl.sum(tl.where(column == IDENTITY, record, 0), 1)
+    if WIDE:
+        column = tl.arange(0, RECORD_WORDS)[None, :]
+        record = tl.load(tl.multiple_of(records_ptr + safe[:, None] * RECORD_WORDS, [16, 16]) + column)
+        chain = tl.sum(tl.where(column == CHAIN, record, 0), 1)
+        identity = tl.sum(tl.where(column == IDENTITY, record, 0), 1)
+    else:
+        chain = tl.load(records_ptr + safe * RECORD_WORDS + CHAIN)
+        identity = tl.load(records_ptr + safe * RECORD_WORDS + IDENTITY)
     seam_chain = tl.load(records_ptr + seam_slot * RECORD_WORDS + CHAIN, mask=in_row & seam, other=0)
 
     before = tl.gather(chain, tl.maximum(lane - 1, 0), 0)
@@ -117,6 +142,8 @@ def verify_prefixes(
     first_slot: int,
     violations: ViolationBuffer,
     block: int | None = None,
+    wide: bool = True,
+    warps: int = 4,
 ) -> None:
     """See :func:`verify_reference.verify_prefixes`. ``block``: positions a program, a power of two."""
     if total == 0:
@@ -145,7 +172,7 @@ def verify_prefixes(
             req_to_token.stride(0),
             violations.capacity,
         ),
-        (block, block_of(bs, 64, 1024)),
+        (block, block_of(bs, 64, 1024), wide),
         device=records.device,
-        warps=4,
+        warps=warps,
     )

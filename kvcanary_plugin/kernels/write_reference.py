@@ -41,11 +41,11 @@ def write_chain(
         return
     device = slots.device
     request = expand_offsets(offsets, n)
-    positions = torch.arange(n, device=device) + (prefix_lens - offsets[:-1])[request]
+    positions = torch.arange(n, device=device) + (prefix_lens - offsets[:-1]).index_select(0, request)
     words = (tokens & r.TOKEN_MASK) | (positions << POSITION_SHIFT)
     sums = torch.zeros(n + 1, dtype=torch.int64, device=device)
     torch.cumsum(mix(words), 0, out=sums[1:])
-    chain = sums[1:] + (seeds - sums[offsets[:-1]])[request]
+    chain = sums[1:] + (seeds - sums.index_select(0, offsets[:-1])).index_select(0, request)
     words |= r.LIVE_BIT
 
     outside = (slots < first_slot) | (slots >= records.shape[0])
@@ -56,4 +56,5 @@ def write_chain(
         slots, chain, words, request = (values[~outside] for values in (slots, chain, words, request))
     records[:, r.CHAIN].index_copy_(0, slots, chain)
     records[:, r.IDENTITY].index_copy_(0, slots, words)
-    writers.index_copy_(0, slots, (rows & r.WRITER_ROW_MASK)[request] | (step << r.WRITER_ROW_BITS))
+    stamps = (rows & r.WRITER_ROW_MASK) | (step << r.WRITER_ROW_BITS)
+    writers.index_copy_(0, slots, stamps.index_select(0, request))

@@ -94,6 +94,8 @@ def write_chain(
     first_slot: int,
     violations: ViolationBuffer,
     block: int | None = None,
+    earlier: int | None = None,
+    warps: int | None = None,
 ) -> None:
     """See :func:`write_reference.write_chain`. ``block``: tokens a program, a power of two; chosen by size if None."""
     n, bs = slots.shape[0], rows.shape[0]
@@ -122,7 +124,7 @@ def write_chain(
             step,
             violations.capacity,
         ),
-        (block, max(block, 16) if n <= block else 4 * block, block_of(bs, 64, 1024)),
+        (block, earlier or (block if n <= block else 4 * block), block_of(bs, 64, 1024)),
         device=records.device,
-        warps=2 if block <= 128 else 4 if block <= 512 else 8,
+        warps=warps or 2 if block <= 128 else 4 if block <= 512 else 8,
     )

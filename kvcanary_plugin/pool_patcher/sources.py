@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..kernels.mixing import make_keys
 
 PARTIAL_READ_ALIGN_BYTES = 16
 WORD_BYTES = 8
-MIN_BLOCK_WORDS = 2048
+SIDE_BYTES_PER_SLOT = 23
+MIN_BLOCK_WORDS = 1024
 MAX_BLOCK_WORDS = 32768
 
 
@@ -172,6 +174,9 @@ class SourceTable:
         bytes_per_slot: bytes folded per slot.
         keys: int64 (source_count, most words of a source).
         weights: int64 (source_count,), 2b + 1.
+        block_words: words of one block of the scratch.
+        scratch: int64 (2, block_words), overwritten by every fold.
+        arrays: on a CPU, the words of each source as numpy uint64 over the same memory; None elsewhere.
         runs: (first, last + 1, word_count) of neighbouring sources of equal width.
     """
 
@@ -187,9 +192,15 @@ class SourceTable:
         self.keys = make_keys(len(self.sources), widest, device)
         self.weights = torch.arange(len(self.sources), device=device) * 2 + 1
         self.runs = self._find_runs()
-        # At most 16 bytes a slot of scratch, so that everything resident stays within its bound on small pools too.
-        self.block_words = max(min(MAX_BLOCK_WORDS, max(MIN_BLOCK_WORDS, slot_count)), widest)
-        self._scratch = torch.empty((2, self.block_words), dtype=torch.int64, device=device)
+        # Keys and scratch together stay within 24 bytes a slot, so that with the records everything resident stays within
+        # 64, on small pools too.
+        affordable = (SIDE_BYTES_PER_SLOT * slot_count - self.keys.numel() * WORD_BYTES) // (2 * WORD_BYTES)
+        self.block_words = max(min(MAX_BLOCK_WORDS, max(MIN_BLOCK_WORDS, affordable)), widest)
+        self.scratch = torch.empty((2, self.block_words), dtype=torch.int64, device=device)
+        self.arrays = tuple(
+            None if source.words is None or device.type != "cpu" else source.words.numpy().view(np.uint64)
+            for source in self.sources
+        )
 
     def _find_runs(self) -> tuple[tuple[int, int, int], ...]:
         runs: list[tuple[int, int, int]] = []
@@ -204,9 +215,9 @@ class SourceTable:
         """Two int64 blocks of shape (sources, slots, words), overwritten by the next call."""
         size = sources * slots * words
         shape = (sources, slots, words)
-        return self._scratch[0, :size].view(shape), self._scratch[1, :size].view(shape)
+        return self.scratch[0, :size].view(shape), self.scratch[1, :size].view(shape)
 
     @property
     def resident_bytes(self) -> int:
         """Device bytes this table keeps."""
-        return (self.keys.numel() + self.weights.numel() + self._scratch.numel()) * 8
+        return (self.keys.numel() + self.weights.numel() + self.scratch.numel()) * 8

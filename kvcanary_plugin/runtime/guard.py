@@ -179,14 +179,13 @@ class Guard:
                 first_slot=self.records.first_slot,
                 violations=self._buffer,
             )
-            if self.scrubber is not None:
-                self._backend.seal_slots(records=self.records.hot, table=self.pool.table, slots=slots)
         if self.scrubber is not None:
             start, count = self.scrubber.next_range()
-            self._backend.scrub_range(
+            self._backend.seal_and_scrub(
                 records=self.records.hot,
                 writers=self.records.writers,
                 table=self.pool.table,
+                slots=self._snapshot[1, :written],
                 start=start,
                 count=count,
                 violations=self._buffer,
@@ -250,7 +249,8 @@ class Guard:
         count = int(self._buffer.count)
         rows = self._buffer.rows[: min(count, self._buffer.capacity)].tolist()
         step.early_rows = refine_chain_rows(step, rows, self.records, self.pool.req_to_token)
-        self._buffer.count.sub_(len(rows))
+        step.early_hidden = count - len(rows)
+        self._buffer.reset()
 
     def _check_content(self, slots: torch.Tensor, index: int) -> None:
         self._backend.check_slots(

@@ -24,6 +24,7 @@ class Step:
         verify_total, write_total: positions to be read and tokens to be stored.
         upload: int64 (5, capacity), pinned: rows, prefix lengths, new tokens, anchors, true prefix hashes.
         early_rows: raw rows that were read before the forward, where that costs nothing.
+        early_hidden: violations counted by then that had no room to be described.
         is_open: launched, verdict not read yet.
     """
 
@@ -36,6 +37,7 @@ class Step:
         self.verify_total = 0
         self.write_total = 0
         self.early_rows: list[list[int]] = []
+        self.early_hidden = 0
         self.is_open = False
         self._on_device = buffer.count.device.type != "cpu"
         self.upload = torch.zeros((5, 0), dtype=torch.int64)
@@ -68,6 +70,7 @@ class Step:
         if self._copied is not None:
             self._copied.synchronize()
         early, self.early_rows = self.early_rows, []
+        hidden, self.early_hidden = self.early_hidden, 0
         count = int(self._count)
         rows = self._rows[: min(count, self._rows.shape[0])].tolist() if count else []
-        return len(early) + count, early + rows
+        return len(early) + hidden + count, early + rows

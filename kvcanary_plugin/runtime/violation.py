@@ -57,7 +57,8 @@ class Violation:
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two violations the same damage: one report each, then counted."""
-        return (self.check, self.pool, self.rank, self.slot, self.writer)
+        names_no_slot = self.kind in ("row_range", "slot_range", "write_range")
+        return (self.check, self.pool, self.rank, self.slot, self.request if names_no_slot else self.writer)
 
     @property
     def explanation(self) -> str:

@@ -1,0 +1,56 @@
+"""Make chain records of the tokens a forward stores. The CPU backend, in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from . import record as r
+from .mixing import POSITION_SHIFT, as_array, mix_array
+from .write_reference import write_chain as write_and_report
+from .violations import ViolationBuffer
+
+
+def write_chain(
+    *,
+    records: torch.Tensor,
+    writers: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    offsets: torch.Tensor,
+    seeds: torch.Tensor,
+    step: int,
+    first_slot: int,
+    violations: ViolationBuffer,
+) -> None:
+    """See :func:`.write_reference.write_chain`, which also reports slots outside the pool once there are any."""
+    target = as_array(slots)
+    n = len(target)
+    if n == 0:
+        return
+    if target.min() < first_slot or target.max() >= len(records):
+        write_and_report(
+            records=records,
+            writers=writers,
+            slots=slots,
+            tokens=tokens,
+            rows=rows,
+            prefix_lens=prefix_lens,
+            offsets=offsets,
+            seeds=seeds,
+            step=step,
+            first_slot=first_slot,
+            violations=violations,
+        )
+        return
+    kept, starts = as_array(records), as_array(offsets)
+    request = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
+    positions = (as_array(prefix_lens) - starts[:-1])[request] + np.arange(n)
+    words = (as_array(tokens) & r.TOKEN_MASK) | positions << POSITION_SHIFT
+    sums = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(mix_array(words.view(np.uint64)).view(np.int64), out=sums[1:])
+    kept[target, r.CHAIN] = sums[1:] + (as_array(seeds) - sums[starts[:-1]])[request]
+    kept[target, r.IDENTITY] = words | r.LIVE_BIT
+    as_array(writers)[target] = ((as_array(rows) & r.WRITER_ROW_MASK) | step << r.WRITER_ROW_BITS)[request]
