@@ -34,8 +34,8 @@ _COMPARE = tl.constexpr(COMPARE)
 _CONTENT = tl.constexpr(int(r.Kind.CONTENT))
 
 _PLACE_WORDS = tl.constexpr(2)
-_ENOUGH_PROGRAMS = 256  # keep any current GPU busy; more only cost additions in scratch
-_TILE_WORDS = 1024
+_MANY_SLOTS = 4096  # from here on a warp for each slot keeps a large GPU busy
+_FEW_SLOTS = 512  # up to here the programs of a slot share it, so many that there are about this many
 _LISTED = tl.constexpr(256)  # slot ids looked through at once
 
 
@@ -77,7 +77,7 @@ def _fold(
     writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr, violation_capacity: tl.int64,
     survivors_ptr, poison: tl.int64,
     MODE: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr, READ_BYTES: tl.constexpr, WORDS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0).to(tl.int64) % parts
@@ -98,7 +98,7 @@ def _fold(
     digests = tl.zeros((ROWS, BLOCK), tl.int64)
     locators = tl.zeros((ROWS, BLOCK), tl.int64)
     survived = tl.zeros((), tl.int64)
-    for begin in tl.range(first, last, ROWS, num_stages=STAGES):
+    for begin in range(first, last, ROWS):
         source = begin + tl.arange(0, ROWS)
         inside = source < last
         place = places_ptr + source * _PLACE_WORDS
@@ -165,11 +165,7 @@ def launch_fold(
     violations: ViolationBuffer | None = None,
     survivors: torch.Tensor | None = None,
     poison: int = 0,
-    parts: int | None = None,
-    rows: int | None = None,
-    block: int | None = None,
-    stages: int = 1,
-    warps: int = 4,
+    tuning: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Fold ``slots``, dealing with their sums as ``mode`` says, and compare the ``count`` slots from ``start`` on.
 
@@ -180,21 +176,28 @@ def launch_fold(
         writers, violations: where anything is compared.
         request: said in violations of listed slots.
         survivors, poison: see :func:`fold_reference.seal_slots`.
-        parts: programs that share the sources of a group; chosen by size if None, like what follows.
-        rows, block: sources and words of a row that a program takes at once, powers of two.
-        stages, warps: of the compiled kernel.
+        tuning: words of all rows that a program takes at once, words of one row, both powers of two, warps, and programs that
+            share a slot; chosen by size if None.
     """
     n = 0 if slots is None else slots.shape[0]
     items = n + count
     if items <= 0 or not table.sources:
         return
+    if items >= _MANY_SLOTS:
+        shape = (128, 128, 1)
+    elif items > _FEW_SLOTS:
+        shape = (512, 128, 4)
+    else:
+        shape = (512, 256, 8)
+    tile, widest, warps = shape if tuning is None else tuning[:3]
+    parts = max(1, _FEW_SLOTS // items) if tuning is None else tuning[3]
     pointers = pointers_of(table)
     unused = records
-    wanted_parts = [min(parts or max(1, _ENOUGH_PROGRAMS // items), group.count) for group in pointers.groups]
+    wanted_parts = [min(parts, group.count) for group in pointers.groups]
     awaited = sum(wanted_parts)
     sums, arrivals = pointers.scratch(items) if awaited > 1 else (unused, unused)
     for group, group_parts in zip(pointers.groups, wanted_parts, strict=True):
-        wide = block or block_of(group.words, 2, 256)
+        block = block_of(group.words, 2, widest)
         launch(
             _fold,
             items * group_parts,
@@ -232,9 +235,8 @@ def launch_fold(
                 group.words,
                 group.page_size,
                 group.unit,
-                rows or max(1, min(_TILE_WORDS // wide, block_of(group.count, 1, 64))),
-                wide,
-                stages,
+                block_of(group.count, 1, tile // block),
+                block,
             ),
             device=records.device,
             warps=warps,

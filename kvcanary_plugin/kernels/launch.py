@@ -61,4 +61,4 @@ def launch(
 
 def block_of(count: int, least: int, most: int) -> int:
     """The power of two that holds ``count``, within bounds that are powers of two."""
-    return min(most, max(least, triton.next_power_of_2(max(count, 1))))
+    return min(most, max(least, 1 << (count - 1).bit_length())) if count > 0 else least

@@ -1,5 +1,5 @@
-"""What every Triton kernel of the package shares: the arithmetic of ``mixing``, finding a request in CSR offsets, and
-appending violation rows. Nothing here is specific to one vendor's GPUs.
+"""What every Triton kernel of the package shares: the arithmetic of ``mixing``, finding the request of a program,
+and appending violation rows. Nothing here is specific to one vendor's GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ ROW_FOUND_DIGEST = tl.constexpr(r.ROW_FOUND_DIGEST)
 ROW_FOUND_LOCATOR = tl.constexpr(r.ROW_FOUND_LOCATOR)
 ROW_WRITER = tl.constexpr(r.ROW_WRITER)
 ROW_COLUMNS = tl.constexpr(r.ROW_COLUMNS)
-_FURTHEST = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
@@ -49,34 +48,33 @@ def mix(words):
 
 
 @triton.jit
-def span_requests(offsets_ptr, bs, first, last, REQUESTS: tl.constexpr):
-    """The requests that own the CSR elements ``first`` and ``last``: two scalars within [0, bs).
+def find_owner(offsets_ptr, rows_ptr, bs, program, BLOCK: tl.constexpr, REQUESTS: tl.constexpr):
+    """The request that a program works for, where request i has the programs from ``offsets[i] // BLOCK + i`` to
+    ``offsets[i + 1] // BLOCK + i``. That is enough for BLOCK elements each, takes no sum over the requests before, and makes
+    ``total // BLOCK + bs`` programs in all. The last one of a request may find nothing to do.
 
-    All offsets are counted, REQUESTS at a time: that is one trip to memory where a search would take several in a row.
+    Returns:
+        int64 scalars: index of the request, within [0, bs); its row; where its elements begin and end; and the first element
+        of this program.
     """
     low = tl.zeros((), tl.int64)
-    high = tl.zeros((), tl.int64)
-    for start in range(0, bs, REQUESTS):
-        k = start + tl.arange(0, REQUESTS)
-        ends = tl.load(offsets_ptr + 1 + k, mask=k < bs, other=_FURTHEST)
-        low += tl.sum((ends <= first).to(tl.int64), 0)
-        high += tl.sum((ends <= last).to(tl.int64), 0)
-    return tl.minimum(low, bs - 1), tl.minimum(high, bs - 1)
-
-
-@triton.jit
-def find_request(offsets_ptr, elements, low, high):
-    """Owner of each CSR element, given that it lies within [low, high]; no loads where a block lies in one request."""
-    lows = tl.zeros_like(elements) + low
-    highs = tl.zeros_like(elements) + high
-    span = high - low
-    while span > 0:
-        middle = (lows + highs) >> 1
-        behind = tl.load(offsets_ptr + 1 + middle) <= elements
-        lows = tl.where(behind, tl.minimum(middle + 1, high), lows)
-        highs = tl.where(behind, highs, tl.maximum(middle, low))
-        span = span >> 1
-    return lows
+    high = low + bs
+    while high - low > REQUESTS:
+        middle = (low + high) >> 1
+        behind = tl.load(offsets_ptr + middle) // BLOCK + middle <= program
+        low = tl.where(behind, middle, low)
+        high = tl.where(behind, high, middle)
+    # The last steps of the search at once, and the rows with them: one trip to memory in place of several in a row.
+    k = low + tl.arange(0, REQUESTS)
+    begins = tl.load(offsets_ptr + k, mask=k < high, other=0)
+    ends = tl.load(offsets_ptr + k + 1, mask=k < high, other=0)
+    rows = tl.load(rows_ptr + k, mask=k < high, other=0)
+    owns = (k < high) & (begins // BLOCK + k <= program) & (program <= ends // BLOCK + k)
+    request = tl.minimum(tl.sum(tl.where(owns, k, 0), 0), bs - 1)
+    row = tl.sum(tl.where(owns, rows, 0), 0)
+    begin = tl.load(offsets_ptr + request)
+    end = tl.load(offsets_ptr + request + 1)
+    return request, row, begin, end, begin + (program - begin // BLOCK - request) * BLOCK
 
 
 @triton.jit

@@ -1,13 +1,12 @@
 """Make chain records of the tokens a forward stores: a prefix sum over all of them in one launch.
 
-The chain is a plain sum, so a program needs no word from the programs before it: it sums the hashes of its first request's
-earlier tokens again. That is cheaper than it sounds, an addition a token, and leaves nothing to wait for.
+The chain is a plain sum, so a program needs no word from the programs before it: it adds up the hashes of its request's
+earlier tokens again. That leaves nothing to wait for, and pays up to several ten thousand tokens of one request.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from . import record as r
@@ -20,9 +19,8 @@ from .mixing_triton import (
     RECORD_WORDS,
     TOKEN_MASK,
     append_rows,
-    find_request,
+    find_owner,
     mix,
-    span_requests,
 )
 from .violations import ViolationBuffer
 
@@ -37,33 +35,27 @@ def _write_chain(
     violations_ptr, violation_count_ptr, n: tl.int64, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
     step: tl.int64, violation_capacity: tl.int64, BLOCK: tl.constexpr, EARLIER: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK)
-    t = first + lane
-    inside = t < n
+    request, row, begin, end, first = find_owner(
+        offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS
+    )
+    begin = tl.maximum(begin, 0)
+    t = first + tl.arange(0, BLOCK)
+    inside = (t >= begin) & (t < tl.minimum(end, n))
     token = tl.load(tokens_ptr + t, mask=inside, other=0)
     slot = tl.load(slots_ptr + t, mask=inside, other=-1)
-    low, high = span_requests(offsets_ptr, bs, first, tl.minimum(first + BLOCK, n) - 1, REQUESTS)
+    shift = tl.load(prefix_lens_ptr + request) - begin
+    seed = tl.load(seeds_ptr + request)
 
-    # Tokens of the first request that other programs write.
     earlier = tl.zeros((EARLIER,), tl.int64)
-    begin = tl.load(offsets_ptr + low)
-    shift = tl.load(prefix_lens_ptr + low) - begin
-    for start in range(begin, first, EARLIER):
+    until = tl.minimum(first, tl.minimum(end, n))
+    for start in range(begin, until, EARLIER):
         u = start + tl.arange(0, EARLIER)
-        before = tl.load(tokens_ptr + u, mask=u < first, other=0) & TOKEN_MASK
-        earlier += tl.where(u < first, mix(before | ((u + shift) << POSITION_SHIFT)), 0)
-    carry = tl.sum(earlier, 0)
+        before = tl.load(tokens_ptr + u, mask=u < until, other=0) & TOKEN_MASK
+        earlier += tl.where(u < until, mix(before | ((u + shift) << POSITION_SHIFT)), 0)
 
-    request = find_request(offsets_ptr, t, low, high)
-    begins = tl.load(offsets_ptr + request)
-    position = t - begins + tl.load(prefix_lens_ptr + request)
+    position = t + shift
     word = (token & TOKEN_MASK) | (position << POSITION_SHIFT)
-    sums = tl.cumsum(tl.where(inside, mix(word), 0), 0)
-    place = begins - first  # of the request's first token within this block
-    before_request = tl.gather(sums, tl.maximum(place - 1, 0).to(tl.int32), 0)
-    base = tl.where(place > 0, before_request, tl.where(place < 0, -carry, 0))
-    chain = sums - base + tl.load(seeds_ptr + request)
+    chain = seed + tl.sum(earlier, 0) + tl.cumsum(tl.where(inside, mix(word), 0), 0)
     word = word | LIVE_BIT
 
     outside = inside & ((slot < first_slot) | (slot >= slot_count))
@@ -71,8 +63,7 @@ def _write_chain(
     record = records_ptr + slot * RECORD_WORDS
     tl.store(record + CHAIN, chain, mask=sound)
     tl.store(record + IDENTITY, word, mask=sound)
-    row = tl.load(rows_ptr + request) & _WRITER_ROW_MASK
-    tl.store(writers_ptr + slot, row | (step << _WRITER_ROW_BITS), mask=sound)
+    tl.store(writers_ptr + slot, (row & _WRITER_ROW_MASK) | (step << _WRITER_ROW_BITS), mask=sound)
     if tl.max(outside.to(tl.int32), 0) > 0:
         append_rows(
             violations_ptr, violation_count_ptr, violation_capacity, outside,
@@ -97,15 +88,21 @@ def write_chain(
     earlier: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """See :func:`write_reference.write_chain`. ``block``: tokens a program, a power of two; chosen by size if None."""
+    """See :func:`write_reference.write_chain`.
+
+    ``block`` and ``earlier`` are powers of two, the tokens that a program writes and those of earlier programs that it takes
+    at once; they and ``warps`` are chosen by size if None.
+    """
     n, bs = slots.shape[0], rows.shape[0]
     if n == 0:
         return
     if block is None:
-        block = block_of(n, 64, 512) if n <= 16384 else 2048
+        block = 64 if n <= bs else 128 if n <= 16384 else 1024
+    if earlier is None:
+        earlier = 1024 if n <= 16384 else 8192
     launch(
         _write_chain,
-        triton.cdiv(n, block),
+        n // block + bs,
         (
             records,
             writers,
@@ -124,7 +121,7 @@ def write_chain(
             step,
             violations.capacity,
         ),
-        (block, earlier or (block if n <= block else 4 * block), block_of(bs, 64, 1024)),
+        (block, earlier, block_of(bs, 16, 256)),
         device=records.device,
-        warps=warps or 2 if block <= 128 else 4 if block <= 512 else 8,
+        warps=warps or (1 if n <= bs else 8),
     )

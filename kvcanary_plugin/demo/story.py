@@ -1,0 +1,220 @@
+"""``kvcanary demo``: first what damaged KV does to an answer while nobody looks, then what the canary makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..faults.injector import Injector
+from ..report.jsonl import read_events
+from ..report.text import render_block
+from ..runtime.violation import Violation, Writer
+from . import saboteur
+from .model import VOCABULARY, make_model
+from .server import Server
+from .traffic import Traffic
+
+CLEAN_FORWARDS = 500
+FORWARDS_A_FAULT = 300
+SPEC = ";".join(
+    f"{fault}@{CLEAN_FORWARDS + index * FORWARDS_A_FAULT}{options}"
+    for index, (fault, options) in enumerate(
+        (
+            ("flip_running", ":layer=2,half=V"),
+            ("flip_cached", ":layer=0,half=K"),
+            ("swap_entries", ""),
+            ("alias_row", ""),
+            ("overwrite_slot", ""),
+        )
+    )
+)
+FAULT_COUNT = SPEC.count(";") + 1
+POOL_TOKENS = 8192
+SCRUB_BUDGET = 0.03
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one fault.
+
+    Attributes:
+        injected: the ``injected`` event.
+        found: the violations that name its slots by the right check.
+    """
+
+    injected: dict[str, Any]
+    found: list[dict[str, Any]]
+
+    @property
+    def is_found(self) -> bool:
+        """Every damaged slot was reported by the check that must report it."""
+        return {violation["slot"] for violation in self.found} == set(self.injected["slots"])
+
+    @property
+    def forwards(self) -> int | None:
+        """Forwards from the fault to its first report."""
+        return min((violation["step"] for violation in self.found), default=0) - self.injected["step"] if self.found else None
+
+    @property
+    def is_right(self) -> bool:
+        """Found in time, at the right position, and in the right layer and half where one was damaged."""
+        if not self.is_found or self.forwards is None or self.forwards > self.injected["bound_forwards"]:
+            return False
+        places = dict(zip(self.injected["slots"], self.injected["positions"], strict=True))
+        return all(
+            violation["position"] == places[violation["slot"]]
+            and violation["layer"] == self.injected.get("layer")
+            and violation["half"] == self.injected.get("half")
+            for violation in self.found
+        )
+
+
+def match_outcomes(events: list[dict[str, Any]]) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    """Pair injected faults with the violations they caused; also returns the violations nobody caused."""
+    violations = [event for event in events if event["event"] == "violation"]
+    outcomes = []
+    for injected in (event for event in events if event["event"] == "injected"):
+        found = [
+            violation
+            for violation in violations
+            if violation["check"] == injected["check"]
+            and violation["slot"] in injected["slots"]
+            and violation["step"] >= injected["step"]
+        ]
+        violations = [violation for violation in violations if violation not in found]
+        outcomes.append(Outcome(injected, found))
+    return outcomes, violations
+
+
+def run_demo(console: Console) -> int:
+    """Run both parts. Returns the exit code: 0 if every fault was found in the right place and nothing else was."""
+    with tempfile.TemporaryDirectory(prefix="kvcanary-demo-") as folder:
+        work = Path(folder)
+        console.print("Making a tiny Llama of random weights ...", highlight=False)
+        model = make_model(work / "model")
+        show_silent_damage(console, model, work)
+        return hunt_faults(console, model, work)
+
+
+def show_silent_damage(console: Console, model: Path, work: Path) -> None:
+    """One prompt, asked three times of a server without the canary; its memory flips one bit before the third."""
+    console.rule("[bold]1. Without the canary")
+    prompt = [random.Random(7).randrange(3, VOCABULARY) for _ in range(160)]
+    # Asked four times: the first fills the prefix cache, the next two hit it.
+    environment = {saboteur.VARIABLE: "2"}
+    with Server(model, [f"--max-total-tokens={POOL_TOKENS}"], work / "off.log", environment=environment,
+                launcher=saboteur.__name__) as server:
+        answers = [server.generate(prompt, 12) for _ in range(3)]
+    for number, answer in enumerate(answers, start=1):
+        cached = answer["meta_info"]["cached_tokens"]
+        note = "  <- one bit of one cached V flipped before this" if number == 3 else ""
+        console.print(f"  HTTP 200  {cached:>3} tokens from the prefix cache  answer {answer['output_ids']}{note}", highlight=False)
+    outputs = [answer["output_ids"] for answer in answers]
+    if outputs[0] == outputs[1] != outputs[2]:
+        console.print("  Same prompt, another answer, no error anywhere.\n", highlight=False)
+    else:
+        console.print("  (This time the flipped bit did not change the answer.)\n", highlight=False)
+
+
+def hunt_faults(console: Console, model: Path, work: Path) -> int:
+    """Serve traffic with the canary on, inject the faults one after another, print every report and the table."""
+    console.rule("[bold]2. With --kvcanary log")
+    log = work / "events.jsonl"
+    flags = [
+        f"--max-total-tokens={POOL_TOKENS}",
+        "--kvcanary=log",
+        f"--kvcanary-log={log}",
+        f"--kvcanary-scrub-budget={SCRUB_BUDGET}",
+        f"--kvcanary-inject={SPEC}",
+    ]
+    Injector.parse(SPEC)
+    printed = 0
+    with Server(model, flags, work / "on.log", environment={"KVCANARY_ALLOW_INJECT": "1"}) as server:
+        with Traffic(server) as traffic, _progress(console) as progress:
+            bar = progress.add_task("faults found", total=FAULT_COUNT, requests=0)
+            deadline = time.monotonic() + PATIENCE_S
+            while time.monotonic() < deadline:
+                events = read_events(log)
+                outcomes, _ = match_outcomes(events)
+                for event in [event for event in events if event["event"] in ("injected", "violation")][printed:]:
+                    printed += 1
+                    progress.console.print(_render_event(event), markup=False, highlight=False)
+                found = sum(outcome.is_found for outcome in outcomes)
+                progress.update(bar, completed=found, requests=traffic.counts["answered"])
+                if found == FAULT_COUNT or server.process.poll() is not None:
+                    break
+                time.sleep(0.2)
+        counts = traffic.counts
+    outcomes, unexplained = match_outcomes(read_events(log))
+    console.print(_table(outcomes))
+    console.print(
+        f"{counts['answered']} requests answered ({counts['hit']} with cached tokens, {counts['aborted']} aborted); "
+        f"{len(unexplained)} violations that no fault explains.",
+        highlight=False,
+    )
+    good = len(outcomes) == FAULT_COUNT and all(outcome.is_right for outcome in outcomes) and not unexplained
+    console.print("[green]Every fault was found in the right place; nothing else was reported." if good else "[red]FAILED")
+    if not good:
+        console.print((work / "on.log").read_text()[-4000:], markup=False, highlight=False)
+    return 0 if good else 1
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[requests]} requests answered"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _render_event(event: dict[str, Any]) -> str:
+    if event["event"] == "violation":
+        names = {field.name for field in dataclasses.fields(Violation)}
+        fields = {name: value for name, value in event.items() if name in names}
+        for name in ("stored_hash", "expected_hash"):
+            fields[name] = int(fields[name], 16) if fields[name] is not None else None
+        fields["writer"] = Writer(**fields["writer"]) if fields["writer"] else None
+        return render_block(Violation(**fields))
+    shown = ("fault", "step", "layer", "half", "bit", "slots", "positions", "bound_forwards")
+    return "injected " + ", ".join(f"{name}={event[name]}" for name in shown if name in event)
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table(title="What was injected and what was found")
+    for heading in ("fault", "found by", "after forwards", "promised within", "where", "right"):
+        table.add_column(heading)
+    for outcome in outcomes:
+        first = outcome.found[0] if outcome.found else None
+        where = "-"
+        if first is not None:
+            place = f"layer {first['layer']} {first['half']}, " if first["layer"] is not None else ""
+            where = f"{place}slot {first['slot']}, position {first['position']}"
+        table.add_row(
+            outcome.injected["fault"],
+            outcome.injected["check"] if outcome.is_found else "NOT FOUND",
+            "-" if outcome.forwards is None else str(outcome.forwards),
+            str(outcome.injected["bound_forwards"]),
+            where,
+            "yes" if outcome.is_right else "NO",
+        )
+    return table
+
+
+def wants_colour() -> bool:
+    """Whether the terminal is one; honours NO_COLOR."""
+    return "NO_COLOR" not in os.environ
