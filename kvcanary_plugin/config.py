@@ -23,6 +23,8 @@ _FALSE = ("", "0", "false", "no", "off")
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
     def parse(name: str, text: str) -> str:
+        if text == "false" and "off" in choices:
+            return "off"  # what YAML makes of an unquoted off
         if text not in choices:
             raise ConfigError(f"kvcanary: {name}={text!r} is not one of {', '.join(choices)}")
         return text
@@ -171,10 +173,8 @@ def read_config(environment: Mapping[str, str] | None = None, flags: Mapping[str
         given = flags.get(option.field)
         if given is not None:
             values[option.field] = option.parse(option.flag, str(given))
-        elif option.variable in environment:
-            text = environment[option.variable].strip()
-            if text or option.field == "checks":
-                values[option.field] = option.parse(option.variable, text)
+        elif text := environment.get(option.variable, "").strip():
+            values[option.field] = option.parse(option.variable, text)
     config = Config(**values)
     if config.inject and environment.get(ALLOW_INJECT_VARIABLE) != "1":
         raise ConfigError(

@@ -10,7 +10,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from kvcanary_plugin.activate import refuse
-from kvcanary_plugin.config import OPTIONS, read_config, to_environment
+from kvcanary_plugin.config import OPTIONS, Config, read_config, to_environment
 from kvcanary_plugin.errors import ConfigError, UncoveredError
 from kvcanary_plugin.pool_patcher.patch import Patch
 
@@ -52,31 +52,22 @@ def list_mode_gaps(server_args: Any) -> list[str]:
     def given(name: str, *harmless: Any) -> bool:
         return getattr(server_args, name, None) not in (None, False, 0, "", *harmless)
 
-    reasons = {
-        "KV comes back from host memory without a forward": given("enable_hierarchical_cache"),
-        "KV arrives from another server without a forward": given("disaggregation_mode", "null"),
-        "draft tokens are stored out of order and rejected": given("speculative_algorithm"),
-        "a batch runs in several interleaved forwards": given("enable_pdmux"),
-        "blocks are stored several times": given("dllm_algorithm"),
-        "results of a stage arrive several steps late": given("pp_size", 1),
-        "ranks run batches of their own with padding": given("enable_dp_attention"),
-        "a prefix is spread over ranks": given("attn_cp_size", 1) or given("dcp_size", 1),
-        "KV moves between slots": given("enable_unified_memory"),
-        "KV moves to host memory": given("enable_hisparse") or given("cpu_offload_gb"),
-    }
-    settings = {
-        "KV comes back from host memory without a forward": "--enable-hierarchical-cache",
-        "KV arrives from another server without a forward": "--disaggregation-mode",
-        "draft tokens are stored out of order and rejected": "--speculative-algorithm",
-        "a batch runs in several interleaved forwards": "--enable-pdmux",
-        "blocks are stored several times": "--dllm-algorithm",
-        "results of a stage arrive several steps late": "--pp-size above 1",
-        "ranks run batches of their own with padding": "--enable-dp-attention",
-        "a prefix is spread over ranks": "context parallelism",
-        "KV moves between slots": "--enable-unified-memory",
-        "KV moves to host memory": "--enable-hisparse",
-    }
-    return [f"{settings[why]} is not covered yet ({why})" for why, is_set in reasons.items() if is_set]
+    gaps = (
+        (given("enable_hierarchical_cache"), "--enable-hierarchical-cache", "KV comes back from host memory without a forward"),
+        (given("disaggregation_mode", "null"), "--disaggregation-mode", "KV arrives from another server without a forward"),
+        (given("speculative_algorithm"), "--speculative-algorithm", "draft tokens are stored out of order and rejected"),
+        (given("enable_pdmux"), "--enable-pdmux", "a batch runs in several interleaved forwards"),
+        (given("dllm_algorithm"), "--dllm-algorithm", "blocks are stored several times"),
+        (given("pp_size", 1), "--pp-size above 1", "results of a stage arrive several steps late"),
+        (given("enable_dp_attention"), "--enable-dp-attention", "ranks run padded batches of their own"),
+        (given("attn_cp_size", 1), "--attn-cp-size above 1", "a prefix is spread over ranks"),
+        (given("dcp_size", 1), "--dcp-size above 1", "a prefix is spread over ranks"),
+        (given("enable_unified_memory"), "--enable-unified-memory", "KV moves between slots"),
+        (given("enable_hisparse"), "--enable-hisparse", "KV moves to host memory"),
+        (given("enable_lmcache"), "--enable-lmcache", "KV comes back from another store without a forward"),
+        (given("enable_memory_saver"), "--enable-memory-saver", "KV is dropped and comes back empty"),
+    )
+    return [f"{setting} is not covered yet ({why})" for is_set, setting, why in gaps if is_set]
 
 
 def _add_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,7 +76,7 @@ def _add_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str,
     group = parser.add_argument_group("kvcanary", "AddressSanitizer for the KV cache (kvcanary plugin)")
     for option in OPTIONS:
         if option.is_switch:
-            group.add_argument(option.flag, dest=option.dest, action="store_const", const="1", help=option.help)
+            group.add_argument(option.flag, dest=option.dest, action="store_true", help=option.help)
         else:
             # Values are checked by read_config, so that flag, variable and YAML give the same message.
             group.add_argument(option.flag, dest=option.dest, default=None, metavar=option.metavar, help=option.help)
@@ -94,22 +85,30 @@ def _add_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _from_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     namespace = args[0] if args else kwargs["args"]
-    flags = {option.field: getattr(namespace, option.dest, None) for option in OPTIONS}
+    # A switch that is not given reads False; that must not beat the environment.
+    flags = {option.field: getattr(namespace, option.dest, None) or None for option in OPTIONS}
     try:
         config = read_config(flags=flags)
+        _refuse_what_is_not_covered(config, namespace)
         os.environ.update(to_environment(config))
         server_args = wrapped(*args, **kwargs)
-        if config.is_on and getattr(server_args, "kv_canary", "none") != "none":
-            raise ConfigError(
-                f"kvcanary: --kvcanary {config.mode} and SGLang's own --kv-canary {server_args.kv_canary} exclude each other; "
-                "drop one of them"
-            )
-        gaps = list_mode_gaps(server_args) if config.is_on and not config.allow_uncovered else []
-        if gaps:
-            raise UncoveredError(
-                f"kvcanary: refusing to start: {'; '.join(gaps)}. Drop that setting or --kvcanary, or pass "
-                "--kvcanary-allow-uncovered to start without a guard"
-            )
+        _refuse_what_is_not_covered(config, server_args)  # SGLang settles some of them itself
     except (ConfigError, UncoveredError) as error:
         refuse(error)
     return server_args
+
+
+def _refuse_what_is_not_covered(config: Config, server_args: Any) -> None:
+    if not config.is_on:
+        return
+    in_tree = getattr(server_args, "kv_canary", None) or "none"
+    if in_tree != "none":
+        raise ConfigError(
+            f"kvcanary: --kvcanary {config.mode} and SGLang's own --kv-canary {in_tree} exclude each other; drop one of them"
+        )
+    gaps = [] if config.allow_uncovered else list_mode_gaps(server_args)
+    if gaps:
+        raise UncoveredError(
+            f"kvcanary: refusing to start: {'; '.join(gaps)}. Drop that setting or --kvcanary, or pass "
+            "--kvcanary-allow-uncovered to start without a guard"
+        )

@@ -13,23 +13,24 @@ from kvcanary_plugin.pool_patcher.patch import Patch, PatchSet
 from kvcanary_plugin.versions import installed_sglang
 
 VARIABLE = "KVCANARY_DEMO_BAD_CELL_AT_HIT"
+BIT = 11  # of a bfloat16: the value changes by a factor of 65536
 HIT_LENGTH = 32  # prefixes shorter than this are SGLang's own warm-up
 
 _hits = 0
 
 
 def _forward(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before the chosen cache hit is served, flip the top exponent bit of one V element in the middle of its prefix."""
+    """Before the chosen cache hit is served, flip one exponent bit of one V element in the middle of its prefix."""
     global _hits
     batch = args[0]
     if batch.forward_mode.is_extend() and batch.extend_prefix_lens_cpu[0] >= HIT_LENGTH:
         _hits += 1
-        if _hits == int(os.environ[VARIABLE]):
+        if str(_hits) in os.environ[VARIABLE].split(","):
             row, middle = int(batch.req_pool_indices[0]), batch.extend_prefix_lens_cpu[0] // 2
             slot = int(instance.req_to_token_pool.req_to_token[row, middle])
             import torch
 
-            instance.token_to_kv_pool.v_buffer[1].view(torch.int16)[slot, 0, 5] ^= 1 << 14
+            instance.token_to_kv_pool.v_buffer[1].view(torch.int16)[slot, 0, 5] ^= 1 << BIT
     return wrapped(*args, **kwargs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import tempfile
 import time
@@ -15,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..faults.injector import Injector
 from ..report.jsonl import read_events
 from ..report.text import render_block
 from ..runtime.violation import Violation, Writer
@@ -40,7 +38,6 @@ SPEC = ";".join(
 )
 FAULT_COUNT = SPEC.count(";") + 1
 POOL_TOKENS = 8192
-SCRUB_BUDGET = 0.03
 PATIENCE_S = 300.0
 
 
@@ -108,18 +105,19 @@ def run_demo(console: Console) -> int:
 
 
 def show_silent_damage(console: Console, model: Path, work: Path) -> None:
-    """One prompt, asked three times of a server without the canary; its memory flips one bit before the third."""
+    """One prompt, asked three times of a server without the canary, whose memory flips one bit before the third."""
     console.rule("[bold]1. Without the canary")
-    prompt = [random.Random(7).randrange(3, VOCABULARY) for _ in range(160)]
-    # Asked four times: the first fills the prefix cache, the next two hit it.
+    prompt = [random.Random(4).randrange(3, VOCABULARY) for _ in range(160)]
+    # The first fills the prefix cache, the other two hit it.
     environment = {saboteur.VARIABLE: "2"}
-    with Server(model, [f"--max-total-tokens={POOL_TOKENS}"], work / "off.log", environment=environment,
-                launcher=saboteur.__name__) as server:
+    flags = [f"--max-total-tokens={POOL_TOKENS}"]
+    with Server(model, flags, work / "off.log", environment=environment, launcher=saboteur.__name__) as server:
         answers = [server.generate(prompt, 12) for _ in range(3)]
     for number, answer in enumerate(answers, start=1):
         cached = answer["meta_info"]["cached_tokens"]
-        note = "  <- one bit of one cached V flipped before this" if number == 3 else ""
-        console.print(f"  HTTP 200  {cached:>3} tokens from the prefix cache  answer {answer['output_ids']}{note}", highlight=False)
+        if number == 3:
+            console.print("  (now one bit of one cached V flips)", highlight=False)
+        console.print(f"  HTTP 200  {cached:>3} tokens cached  answer {answer['output_ids']}", highlight=False)
     outputs = [answer["output_ids"] for answer in answers]
     if outputs[0] == outputs[1] != outputs[2]:
         console.print("  Same prompt, another answer, no error anywhere.\n", highlight=False)
@@ -135,10 +133,8 @@ def hunt_faults(console: Console, model: Path, work: Path) -> int:
         f"--max-total-tokens={POOL_TOKENS}",
         "--kvcanary=log",
         f"--kvcanary-log={log}",
-        f"--kvcanary-scrub-budget={SCRUB_BUDGET}",
         f"--kvcanary-inject={SPEC}",
     ]
-    Injector.parse(SPEC)
     printed = 0
     with Server(model, flags, work / "on.log", environment={"KVCANARY_ALLOW_INJECT": "1"}) as server:
         with Traffic(server) as traffic, _progress(console) as progress:
@@ -213,8 +209,3 @@ def _table(outcomes: list[Outcome]) -> Table:
             "yes" if outcome.is_right else "NO",
         )
     return table
-
-
-def wants_colour() -> bool:
-    """Whether the terminal is one; honours NO_COLOR."""
-    return "NO_COLOR" not in os.environ

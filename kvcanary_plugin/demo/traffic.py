@@ -68,9 +68,10 @@ class Traffic:
             try:
                 answer = self._server.generate(prompt, rng.choice((4, 16, 48)), rid=rid)
             except (urllib.error.URLError, ConnectionError, TimeoutError):
-                self.counts["aborted" if timer is not None else "failed"] += 1
+                self.counts["failed"] += 1
             else:
-                self.counts["answered"] += 1
+                aborted = answer["meta_info"]["finish_reason"]["type"] == "abort"
+                self.counts["aborted" if aborted else "answered"] += 1
                 self.counts["hit"] += bool(answer["meta_info"].get("cached_tokens"))
             if timer is not None:
                 timer.join()

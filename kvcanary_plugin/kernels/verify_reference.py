@@ -46,8 +46,14 @@ def verify_prefixes(
 
     row_bad = (rows < 1) | (rows >= req_to_token.shape[0])
     row_starts = torch.where(row_bad, 0, rows) * req_to_token.stride(0)
-    table = req_to_token.as_strided((req_to_token.shape[0] * req_to_token.stride(0),), (1,))
-    slots = table.index_select(0, (row_starts - offsets[:-1]).index_select(0, request).add_(index))
+    row_count, context = req_to_token.shape
+    table = req_to_token.as_strided(((row_count - 1) * req_to_token.stride(0) + context,), (1,))
+    entries = (row_starts - offsets[:-1]).index_select(0, request).add_(index)
+    if bool((lengths > context).any()):  # garbage: nothing behind the end of a row is followed
+        past_row = index - offsets[request] >= context
+        slots = table.index_select(0, entries.masked_fill_(past_row, 0)).masked_fill_(past_row, -1)
+    else:
+        slots = table.index_select(0, entries)
     inside = slots.clamp(first_slot, records.shape[0] - 1)
     chain = records[:, r.CHAIN].index_select(0, inside)
     identity = records[:, r.IDENTITY].index_select(0, inside)

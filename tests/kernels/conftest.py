@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvcanary_plugin.kernels.backend import Backend, load_triton
+
+sys.path.insert(0, str(Path(__file__).parent))  # for kernel_cases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,3 +28,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def triton_backend(device: torch.device) -> Backend:
     return load_triton()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The interpreter turns one-element arrays into Python numbers in a way that numpy is about to forbid.
+    ignored = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.filterwarnings(ignored))

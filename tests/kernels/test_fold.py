@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import make_table, poisoned_violations, random_words, rows_of
+
+from kvcanary_plugin.kernels import record as r
+from kvcanary_plugin.kernels.backend import REFERENCE, Backend
+from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source
+from kvcanary_plugin.runtime.violation import locate_source
+
+# widths of the sources in bytes, unused bytes between rows, slots a page
+LAYOUTS = {
+    "plain": ([64, 64, 64, 64], 0, 1),
+    "rows apart": ([64, 64], 16, 1),
+    "odd rows": ([13, 13, 13], 0, 1),
+    "tiny": ([4, 4], 0, 1),
+    "one byte": ([1], 0, 1),
+    "two-byte units": ([18, 18], 4, 1),
+    "packed 584": ([584, 584], 576, 4),
+    "packed odd": ([7, 7], 5, 3),
+    "of every width": ([32, 8, 32, 13, 584, 8], 8, 1),
+    "long": ([2056], 0, 1),
+}
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def table(request: pytest.FixtureRequest, device: torch.device) -> SourceTable:
+    widths, apart, page_size = LAYOUTS[request.param]
+    return make_table(widths, 48, device, apart=apart, page_size=page_size)
+
+
+def fold(backend: Backend, table: SourceTable, slots: torch.Tensor) -> torch.Tensor:
+    sums = random_words(2, slots.shape[0], device=slots.device, seed=9)
+    backend.fold_slots(table, slots, digest=sums[0], locator=sums[1])
+    return sums
+
+
+def test_equals_the_reference(triton_backend: Backend, table: SourceTable, device: torch.device):
+    slots = torch.randperm(48)[:7].to(device)
+    assert torch.equal(fold(triton_backend, table, slots), fold(REFERENCE, table, slots))
+
+
+@pytest.mark.parametrize("tuning", [(2, 2, 1, 1), (4, 2, 1, 3), (16, 16, 2, 2), (64, 8, 4, 1), (256, 128, 4, 64)])
+def test_every_split_gives_the_same(device: torch.device, triton_backend: Backend, tuning: tuple[int, int, int, int]):
+    from kvcanary_plugin.kernels.fold_triton import OUTPUT, launch_fold
+
+    table = make_table([32, 8, 32, 13, 8], 20, device)
+    slots = torch.tensor([19, 0, 7], device=device)
+    expected = fold(REFERENCE, table, slots)
+    for _ in range(2):  # the scratch is left zeroed
+        sums = random_words(2, 3, device=device, seed=4)
+        launch_fold(
+            OUTPUT, table=table, slots=slots, records=sums, digest=sums[0], locator=sums[1], tuning=tuning
+        )
+        assert torch.equal(sums, expected)
+
+
+def test_no_slots_and_no_sources(triton_backend: Backend, device: torch.device):
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    assert fold(triton_backend, make_table([8], 4, device), none).shape == (2, 0)
+    assert not fold(triton_backend, SourceTable([], 4, device), torch.tensor([1, 2], device=device)).any()
+
+
+def seal(backend: Backend, table: SourceTable, slots: torch.Tensor, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
+    records = random_words(table.slot_count, r.RECORD_WORDS, device=slots.device, seed=5)
+    survivors = torch.full_like(slots, 7)
+    backend.seal_slots(records=records, table=table, slots=slots, poison=poison, survivors=survivors)
+    return records, survivors
+
+
+def test_seal_keeps_the_sums_and_finds_poison(triton_backend: Backend, device: torch.device):
+    table = make_table([32, 8, 32, 16], 30, device)
+    poison = 0x5A5A5A5A_A5A5A5A5
+    for source, slot, word in ((0, 3, 0), (0, 3, 3), (2, 3, 1), (1, 5, 0), (3, 29, 1)):
+        words = table.sources[source].words
+        assert words is not None
+        words[slot, word] = poison
+    slots = torch.tensor([3, 5, -1, 30, 29, 2**31 + 3, 12, -(2**62)], device=device)
+    expected, found = seal(REFERENCE, table, slots, poison), seal(triton_backend, table, slots, poison)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert (found[1] - 7).tolist() == [2, 1, 0, 0, 1, 0, 0, 0]
+
+
+def test_slots_past_two_gigabytes(triton_backend: Backend, device: torch.device):
+    """Addresses need more than 31 bits: three rows of a buffer that is never written as a whole."""
+    slot_count, width = 9_000_000, 256
+    buffer = torch.empty((slot_count, width), dtype=torch.uint8, device=device)
+    slots = torch.tensor([8_388_608, 8_999_999, 1], device=device)  # 2^31 bytes and on
+    buffer[slots] = torch.arange(3 * width, device=device).view(3, width).to(torch.uint8)
+    table = SourceTable([((0, "K"), make_row_source(layer_buffer=buffer, read_bytes=width)[0])], slot_count, device)
+    assert torch.equal(fold(triton_backend, table, slots), fold(REFERENCE, table, slots))
+
+
+@pytest.mark.gpu
+def test_large_pool():
+    from kvcanary_plugin.kernels.backend import load_triton
+
+    device = torch.device("cuda")
+    table = make_table([2048] * 6 + [584] * 3, 20_011, device)
+    for count in (1, 63, 513, 5003, 20_011):
+        slots = torch.randperm(20_011, device=device)[:count]
+        assert torch.equal(fold(load_triton(), table, slots), fold(REFERENCE, table, slots))
+
+
+CPU = torch.device("cpu")
+
+
+def digest_of(table: SourceTable, slot: int) -> tuple[int, int]:
+    sums = fold(REFERENCE, table, torch.tensor([slot]))
+    return int(sums[0]), int(sums[1])
+
+
+@given(source=st.integers(0, 5), slot=st.integers(0, 4), byte=st.integers(0, 12), bit=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_one_flipped_bit_changes_the_digest_and_is_located(source: int, slot: int, byte: int, bit: int):
+    table = make_table([16, 24, 16, 13, 584, 13], 5, CPU)
+    before = digest_of(table, slot)
+    table.sources[source].rows[slot, 0, byte] ^= 1 << bit
+    after = digest_of(table, slot)
+    assert before[0] != after[0]
+    assert locate_source(*before, *after, len(table.sources)) == source
+
+
+@given(data=st.data(), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_exchanges_change_the_digest(data: st.DataObject, seed: int):
+    table = make_table([32] * 4, 6, CPU, seed=seed)
+    words = [source.words for source in table.sources]
+    before = digest_of(table, 3)
+    what = data.draw(st.sampled_from(["words", "slots", "layers", "shift"]))
+    first, second = data.draw(st.permutations(range(4)))[:2]
+    if what == "words":
+        words[first][3, [0, second or 1]] = words[first][3, [second or 1, 0]]
+    elif what == "slots":
+        words[first][[3, 4]] = words[first][[4, 3]]
+    elif what == "layers":
+        kept = words[first][3].clone()
+        words[first][3] = words[second][3]
+        words[second][3] = kept
+    else:
+        words[first][1:] = words[first][:-1].clone()
+    after = digest_of(table, 3)
+    assert before[0] != after[0]
+    if what != "layers":
+        assert locate_source(*before, *after, 4) == first
+
+
+@given(first=st.integers(0, 255), second=st.integers(0, 255))
+@settings(max_examples=60, deadline=None)
+def test_constant_rows_differ(first: int, second: int):
+    table = make_table([64, 64], 2, CPU)
+    for slot, value in enumerate((first, second)):
+        for source in table.sources:
+            source.rows[slot] = value
+    assert (digest_of(table, 0) == digest_of(table, 1)) == (first == second)
+
+
+def test_violation_rows_stay_unused_by_a_seal(triton_backend: Backend, device: torch.device):
+    table = make_table([16], 9, device)
+    violations = poisoned_violations(2, device)
+    triton_backend.seal_slots(
+        records=torch.zeros((9, r.RECORD_WORDS), dtype=torch.int64, device=device),
+        table=table,
+        slots=torch.tensor([9, -1], device=device),
+    )
+    assert rows_of(violations) == (0, [])

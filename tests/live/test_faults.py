@@ -1,0 +1,61 @@
+"""Each fault on a real server is reported in the right place, within the promised number of forwards."""
+
+import time
+
+import pytest
+
+from kvcanary_plugin.demo.story import match_outcomes
+from kvcanary_plugin.demo.traffic import Traffic
+from kvcanary_plugin.faults.library import FAULTS
+from tests.live.conftest import describe
+
+pytestmark = pytest.mark.live
+ALLOW = {"KVCANARY_ALLOW_INJECT": "1"}
+
+
+def wait_for(condition, server, patience_s=240):
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and server.process.poll() is None:
+        if condition():
+            return
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        pytest.param([], {}, id="page1"),
+        pytest.param(["--page-size=16"], {"TRITON_INTERPRET": "1"}, id="page16"),
+        pytest.param(["--disable-overlap-schedule"], {}, id="no-overlap"),
+    ],
+)
+def test_every_fault_is_found_in_the_right_place(guarded, flags, environment):
+    spec = ";".join(f"{name}@{250 + 220 * index}" for index, name in enumerate(FAULTS))
+    flags = ["--kvcanary=log", "--max-total-tokens=8192", "--kvcanary-scrub-budget=0.01", *flags, f"--kvcanary-inject={spec}"]
+    with guarded(flags=flags, environment={**ALLOW, **environment}) as server, Traffic(server):
+
+        def all_found():
+            outcomes, _ = match_outcomes(server.events())
+            return len(outcomes) == len(FAULTS) and all(outcome.is_found for outcome in outcomes)
+
+        wait_for(all_found, server)
+        events = server.events()
+
+    outcomes, unexplained = match_outcomes(events)
+    assert [outcome.injected["fault"] for outcome in outcomes] == list(FAULTS)
+    assert all(outcome.is_right for outcome in outcomes), describe(events)
+    assert unexplained == [], describe(unexplained)
+
+
+def test_raise_ends_the_server_with_the_first_violation_in_its_last_lines(guarded):
+    flags = ["--kvcanary=raise", "--max-total-tokens=4096", "--kvcanary-inject=swap_entries@60"]
+    with guarded(flags=flags, environment=ALLOW) as server, Traffic(server):
+        wait_for(lambda: False, server, patience_s=120)
+        code, tail = server.process.poll(), server.tail(40)
+
+    assert code not in (None, 0), tail
+    assert "chain/position in slot" in tail
+    assert "last written by request" in tail
+    (first, *_) = server.events("violation")
+    assert f"slot {first['slot']}" in tail
+    assert server.events("stopped")

@@ -1,0 +1,218 @@
+"""Flags, environment, refusals and traces, on SGLang's own parser and classes, in this process."""
+
+import contextlib
+import importlib
+
+import pytest
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import prepare_server_args
+
+from kvcanary_plugin import activate as activation
+from kvcanary_plugin.config import OPTIONS, Config, read_config
+from kvcanary_plugin.doctor import list_patches
+from kvcanary_plugin.errors import SeamError, UncoveredError
+from kvcanary_plugin.pool_patcher import patch as patch_module
+from kvcanary_plugin.runtime.session import Session
+from kvcanary_plugin.versions import installed_sglang
+from tests.engine import Engine
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(monkeypatch):
+    for option in OPTIONS:
+        monkeypatch.setenv(option.variable, "")  # also makes monkeypatch take back what the parser exports
+    monkeypatch.delenv("KVCANARY_ALLOW_INJECT", raising=False)
+    yield
+    activation.deactivate()
+
+
+@pytest.fixture
+def parse(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+
+    def run(*flags):
+        activation.activate()
+        return prepare_server_args([f"--model-path={tmp_path}", "--device=cpu", "--skip-tokenizer-init", *flags])
+
+    return run
+
+
+def held_by_targets():
+    held = {}
+    for _, patch in list_patches():
+        owner = getattr(importlib.import_module(patch.module), patch.owner)
+        held[owner] = dict(vars(owner))
+    return held
+
+
+def changed(before):
+    return {
+        f"{owner.__name__}.{name}"
+        for owner, attributes in before.items()
+        for name in {*attributes, *vars(owner)}
+        if attributes.get(name) is not vars(owner).get(name)
+    }
+
+
+def test_off_wraps_the_argument_parser_and_nothing_else():
+    before = held_by_targets()
+    activation.activate()
+
+    assert changed(before) == {"ServerArgs.add_cli_args", "ServerArgs.from_cli_args"}
+    activation.deactivate()
+    assert changed(before) == set()
+
+
+def test_on_wraps_every_declared_seam_and_leaves_no_trace_when_undone(monkeypatch):
+    monkeypatch.setenv("KVCANARY", "log")
+    before = held_by_targets()
+    activation.activate()
+    activation.activate()  # harmless the second time
+
+    version = installed_sglang()
+    expected = {f"{p.owner}.{p.attribute}" for _, p in list_patches() if p.applies_to(version)}
+    assert changed(before) == expected
+    activation.deactivate()
+    assert changed(before) == set()
+
+
+def test_flags_reach_children_through_the_environment(parse):
+    parse("--kvcanary=raise", "--kvcanary-scrub-budget=0.1", "--kvcanary-allow-uncovered")
+
+    assert read_config() == Config(mode="raise", scrub_budget=0.1, allow_uncovered=True)
+
+
+def test_flag_off_beats_the_environment(parse, monkeypatch):
+    monkeypatch.setenv("KVCANARY", "log")
+    parse("--kvcanary=off")
+
+    assert read_config().mode == "off"
+
+
+def test_yaml_config_carries_the_flags(parse, tmp_path):
+    config = tmp_path / "server.yaml"
+    config.write_text("kvcanary: raise\nkvcanary-checks: chain\nkvcanary-allow-uncovered: true\n")
+    parse("--config", str(config))
+
+    assert read_config() == Config(mode="raise", checks=("chain",), allow_uncovered=True)
+
+
+def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCANARY", "log")
+    config = tmp_path / "server.yaml"
+    config.write_text("kvcanary: off\n")
+    parse("--config", str(config))
+
+    assert read_config().mode == "off"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kvcanary=loud"], "--kvcanary='loud' is not one of off, log, raise"),
+        (["--kvcanary=log", "--kvcanary-scrub-budget=2"], "'2' must be a share of time above 0 and at most 1"),
+        (["--kvcanary=log", "--kvcanary-inject=flip_running@1"], "set KVCANARY_ALLOW_INJECT=1"),
+        (["--kvcanary=log", "--kv-canary=log"], "exclude each other"),
+        (["--kvcanary=log", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not covered yet"),
+        (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
+        (["--kvcanary=log", "--speculative-algorithm=NGRAM"], "--speculative-algorithm is not covered yet"),
+        (["--kvcanary=log", "--enable-memory-saver"], "--enable-memory-saver is not covered yet"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_exit_code_2(parse, capsys, flags, words):
+    with pytest.raises(SystemExit) as stop:
+        parse(*flags)
+
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_uncovered_modes_start_when_allowed(parse):
+    parse("--kvcanary=log", "--enable-hierarchical-cache", "--kvcanary-allow-uncovered")
+
+    assert read_config().is_on
+
+
+def test_uncovered_modes_are_none_of_our_business_when_off(parse):
+    parse("--enable-hierarchical-cache")
+
+
+def test_a_drifted_seam_stops_the_process_and_wraps_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("KVCANARY", "log")
+
+    def forward(self, batch):
+        return batch
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    before = held_by_targets()
+    with pytest.raises(SystemExit) as stop:
+        activation.activate()
+
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "ModelRunner.forward takes (self, batch); expected it to begin (self, forward_batch)" in error
+    assert installed_sglang() in error
+    activation.deactivate()
+    assert changed(before) == {"ServerArgs.add_cli_args", "ServerArgs.from_cli_args"} or changed(before) == set()
+
+
+def test_a_bug_of_our_own_stops_the_process_too(monkeypatch, capsys):
+    monkeypatch.setenv("KVCANARY", "log")
+    monkeypatch.setattr(patch_module.PatchSet, "install", lambda self, version: 1 / 0)
+    with pytest.raises(SystemExit):
+        activation.activate()
+
+    assert "kvcanary: cannot start: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_sglang_too_old_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.4.9")
+    with pytest.raises(SeamError, match=r"SGLang 0\.4\.9 is older than"):
+        installed_sglang()
+
+
+def test_scheduler_refuses_to_serve_without_the_guard_that_was_asked_for():
+    with pytest.raises(UncoveredError, match="no guard is attached"):
+        Session(Config(mode="log")).confirm(object())
+
+
+class Runner:
+    """A model runner as far as attaching looks at it."""
+
+    def __init__(self, pool, allocator, rows):
+        self.token_to_kv_pool, self.token_to_kv_pool_allocator, self.req_to_token_pool = pool, allocator, rows
+        self.model_config = type("ModelConfig", (), {"model_path": "test"})
+
+
+def test_uncovered_pool_is_refused_by_name():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    engine = Engine()
+    import torch
+
+    pool = MLATokenToKVPool(64, 1, torch.bfloat16, 32, 16, 2, "cpu", False)
+    session = Session(Config(mode="log"))
+    with pytest.raises(UncoveredError, match=r"KV pool MLATokenToKVPool is not covered \(covered: MHATokenToKVPool\)"):
+        session.attach(Runner(pool, engine.allocator, engine.rows), [], rank=0)
+
+
+def test_uncovered_pool_runs_unguarded_when_allowed(caplog):
+    engine = Engine()
+    runner = Runner(object(), engine.allocator, engine.rows)
+    session = Session(Config(mode="log", allow_uncovered=True))
+    session.attach(runner, [], rank=0)
+    session.confirm(runner)
+
+    assert session.guard is None
+    assert "NOT guarding this process" in caplog.text
+
+
+def test_an_error_of_our_own_detaches_in_log_mode_and_stops_in_raise_mode(caplog):
+    for mode, context in (("log", contextlib.nullcontext()), ("raise", pytest.raises(ZeroDivisionError))):
+        engine = Engine(mode=mode)
+        session = Session(Config(mode=mode))
+        session.attach(Runner(engine.pool, engine.allocator, engine.rows), [], rank=0)
+        with context:
+            session.announce(lambda batch: 1 / 0, None)
+        assert (session.guard is None) == (mode == "log")
+    assert "DETACHED after an error of its own" in caplog.text
