@@ -1,7 +1,7 @@
 """The entry point that SGLang's plugin loader calls in every process, before the command line is parsed.
 
-The loader logs an exception of a plugin and starts the server without it. A canary that silently is not there looks like
-a clean fleet, so anything that keeps us from doing what was asked ends the process instead, with one clear message.
+The loader logs an exception of a plugin and starts the server without it. A canary that silently is not there looks
+like a clean fleet, so anything that keeps us from doing what was asked ends the process, with one clear message.
 """
 
 from __future__ import annotations

@@ -14,16 +14,19 @@ from . import __version__
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="kvcanary", description="AddressSanitizer for the KV cache of an SGLang server.")
+    parser = argparse.ArgumentParser(
+        prog="kvcanary", description="AddressSanitizer for the KV cache of an SGLang server."
+    )
     parser.add_argument("--version", action="version", version=f"kvcanary {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "doctor",
-        help="Show what is installed, which seams of SGLang are wrapped, and what is covered. Exit code 1 if a seam drifted.",
+        help="Show what is installed, which seams of SGLang are wrapped, and what is covered. "
+        "Exit code 1 if a seam has drifted.",
     )
     commands.add_parser(
         "demo",
-        help="Start a tiny server on the CPU, damage its KV in five ways and show every report. Takes about two minutes. "
+        help="Start a tiny server on the CPU, damage its KV in five ways and show every report; about two minutes. "
         "Exit code 0 only if every fault was found in the right place and nothing else was reported.",
     )
     return parser

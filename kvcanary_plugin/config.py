@@ -94,8 +94,8 @@ OPTIONS = (
     Option(
         "mode",
         _one_of(MODES),
-        "Watch the KV cache. 'log' reports damaged KV and keeps serving, 'raise' stops the server at the first violation, "
-        "'off' wraps nothing. Default: off.",
+        "Watch the KV cache. 'log' reports damaged KV and keeps serving, 'raise' stops the server at the first "
+        "violation, 'off' wraps nothing. Default: off.",
         metavar="{" + ",".join(MODES) + "}",
     ),
     Option(
@@ -127,7 +127,8 @@ OPTIONS = (
     Option(
         "inject",
         _parse_text,
-        f"Faults to inject, for tests and drills: FAULT@FORWARD[:key=value...][;...]. Refused unless {ALLOW_INJECT_VARIABLE}=1.",
+        "Faults to inject, for tests and drills: FAULT@FORWARD[:key=value,...][;...]. Refused unless "
+        f"{ALLOW_INJECT_VARIABLE}=1.",
         metavar="SPEC",
     ),
 )

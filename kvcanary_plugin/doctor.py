@@ -42,7 +42,9 @@ def run_doctor(console: Console) -> int:
         console.print(f"[red]{error}", highlight=False)
         return 1
     if version not in TESTED_SGLANG:
-        console.print(f"[yellow]SGLang {version} was not run with this version; {', '.join(TESTED_SGLANG)} was. Seams decide.")
+        console.print(
+            f"[yellow]SGLang {version} was not run with this version; {', '.join(TESTED_SGLANG)} was. Seams decide."
+        )
 
     table = Table(title=f"Seams in SGLang {version}")
     for heading in ("wrapped", "when", "why", "state"):
@@ -57,14 +59,16 @@ def run_doctor(console: Console) -> int:
         except SeamError as error:
             drifted += 1
             state = str(error)
-        table.add_row(f"{patch.module.removeprefix('sglang.srt.')}\n{patch.owner}.{patch.attribute}", when, patch.why, state)
+        table.add_row(
+            f"{patch.module.removeprefix('sglang.srt.')}\n{patch.owner}.{patch.attribute}", when, patch.why, state
+        )
     console.print(table)
     console.print(f"checks            {', '.join(CHECKS)}", highlight=False)
     console.print(f"covered pools     {', '.join(COVERED_POOLS)}", highlight=False)
     console.print(f"covered allocators {', '.join(COVERED_ALLOCATORS)}", highlight=False)
     console.print(
-        "refused at start  hierarchical cache, prefill/decode disaggregation, speculative decoding, pipeline and context "
-        "parallelism, DP attention, split prefill, diffusion LLMs, unified memory, SGLang's own --kv-canary",
+        "refused at start  hierarchical cache, prefill/decode disaggregation, speculative decoding, pipeline and "
+        "context parallelism, DP attention, split prefill, diffusion LLMs, unified memory, SGLang's own --kv-canary",
         highlight=False,
     )
     console.print("[red]drifted" if drifted else "[green]all seams as expected")

@@ -4,7 +4,7 @@ KvcanaryError
 ├── ConfigError        a flag, variable or combination of settings that cannot be honoured
 ├── SeamError          SGLang does not look as a declared patch expects
 ├── UncoveredError     a pool, allocator or server mode whose KV this version cannot follow
-├── GuardError         the guard met a state it cannot reason about; it detaches (``log``) or stops the server (``raise``)
+├── GuardError         the guard met a state it cannot reason about: it detaches (log) or stops the server (raise)
 └── CorruptionError    damaged KV was found and the mode is ``raise``
 """
 

@@ -23,5 +23,7 @@ def installed_sglang() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise SeamError("kvcanary: sglang is not installed in this environment; kvcanary is a plugin of it") from error
     if Version(version) < Version(OLDEST_SGLANG):
-        raise SeamError(f"kvcanary: SGLang {version} is older than {OLDEST_SGLANG}, the oldest release kvcanary supports")
+        raise SeamError(
+            f"kvcanary: SGLang {version} is older than {OLDEST_SGLANG}, the oldest release kvcanary supports"
+        )
     return version

@@ -23,8 +23,4 @@ def declare_parser_patches() -> list[Patch]:
 
 def declare_engine_patches(session: Session) -> list[Patch]:
     """What is wrapped in addition when the mode is not ``off``."""
-    return [
-        patch
-        for area in (pools, allocators, forward, scheduler)
-        for patch in area.declare_patches(session)
-    ]
+    return [patch for area in (pools, allocators, forward, scheduler) for patch in area.declare_patches(session)]

@@ -30,7 +30,11 @@ def declare_patches(session: Session) -> list[Patch]:
     patches = []
     for module, owner in CLASSES:
         patches.append(
-            Patch(module, owner, "free", free, ("self", "free_index"), since="0.5.13", why="marks freed slots as not live")
+            Patch(
+                module, owner, "free", free, ("self", "free_index"), since="0.5.13", why="marks freed slots as not live"
+            )
         )
-        patches.append(Patch(module, owner, "clear", clear, ("self",), since="0.5.13", why="marks all slots after a flush"))
+        patches.append(
+            Patch(module, owner, "clear", clear, ("self",), since="0.5.13", why="marks all slots after a flush")
+        )
     return patches

@@ -53,9 +53,21 @@ def list_mode_gaps(server_args: Any) -> list[str]:
         return getattr(server_args, name, None) not in (None, False, 0, "", *harmless)
 
     gaps = (
-        (given("enable_hierarchical_cache"), "--enable-hierarchical-cache", "KV comes back from host memory without a forward"),
-        (given("disaggregation_mode", "null"), "--disaggregation-mode", "KV arrives from another server without a forward"),
-        (given("speculative_algorithm"), "--speculative-algorithm", "draft tokens are stored out of order and rejected"),
+        (
+            given("enable_hierarchical_cache"),
+            "--enable-hierarchical-cache",
+            "KV comes back from host memory without a forward",
+        ),
+        (
+            given("disaggregation_mode", "null"),
+            "--disaggregation-mode",
+            "KV arrives from another server without a forward",
+        ),
+        (
+            given("speculative_algorithm"),
+            "--speculative-algorithm",
+            "draft tokens are stored out of order and rejected",
+        ),
         (given("enable_pdmux"), "--enable-pdmux", "a batch runs in several interleaved forwards"),
         (given("dllm_algorithm"), "--dllm-algorithm", "blocks are stored several times"),
         (given("pp_size", 1), "--pp-size above 1", "results of a stage arrive several steps late"),
@@ -104,7 +116,8 @@ def _refuse_what_is_not_covered(config: Config, server_args: Any) -> None:
     in_tree = getattr(server_args, "kv_canary", None) or "none"
     if in_tree != "none":
         raise ConfigError(
-            f"kvcanary: --kvcanary {config.mode} and SGLang's own --kv-canary {in_tree} exclude each other; drop one of them"
+            f"kvcanary: --kvcanary {config.mode} and SGLang's own --kv-canary {in_tree} exclude each other; "
+            "drop one of them"
         )
     gaps = [] if config.allow_uncovered else list_mode_gaps(server_args)
     if gaps:

@@ -1,11 +1,10 @@
 """A scheduler and a forward in miniature around the real pool, allocator, request table, requests and radix-free rows.
 
-Only the model is missing: a forward stores random K and V through the pool's own setter. What the guard sees, SGLang made.
+Only the model is missing: a forward stores random K and V through the pool's own setter.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +106,12 @@ class Engine:
             starts.append(request.kv_committed_len)
         self.forward(requests, starts, [start + 1 for start in starts], ForwardMode.DECODE)
 
-    def forward(self, requests: Any, starts: list[int], ends: list[int], mode: ForwardMode, *, skip: Any = None) -> None:
+    def run(self, *requests: Req, steps: int = 5) -> None:
+        """Several decode forwards."""
+        for _ in range(steps):
+            self.decode(*requests)
+
+    def forward(self, requests: Any, starts: list[int], ends: list[int], mode: ForwardMode) -> None:
         """Announce, allocate, verify, store, record, settle: in the order of SGLang's loop."""
         written = [end - start for start, end in zip(starts, ends, strict=True)]
         slots = self._allocate(requests, starts, ends)
@@ -172,12 +176,11 @@ class Engine:
         # The allocator launches a Triton kernel here; SGLang's own plain version of it gives the same slots.
         free = self.allocator.free_pages
         out = torch.zeros(total, dtype=torch.int64)
-        alloc_extend_naive(torch.tensor(starts), torch.tensor(ends), torch.tensor(last), free, out, self.page_size, "cpu")
-        pages = sum(-(-end // self.page_size) - -(-start // self.page_size) for start, end in zip(starts, ends, strict=True))
+        alloc_extend_naive(
+            torch.tensor(starts), torch.tensor(ends), torch.tensor(last), free, out, self.page_size, "cpu"
+        )
+        pages = sum(
+            -(-end // self.page_size) - -(-start // self.page_size) for start, end in zip(starts, ends, strict=True)
+        )
         self.allocator.free_pages = free[pages:]
         return out
-
-
-def strip(violation: Violation) -> dict[str, Any]:
-    """The fields of a violation, for comparisons."""
-    return dataclasses.asdict(violation)

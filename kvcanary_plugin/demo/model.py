@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def make_model(folder: Path, shape: Shape = TINY) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
 
     config = LlamaConfig(
         hidden_size=shape.hidden,
@@ -53,7 +54,8 @@ def make_model(folder: Path, shape: Shape = TINY) -> Path:
     )
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.to(torch.bfloat16)
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Starts a real SGLang server on loopback and ends it again. Used by the demonstration, the tests and the benchmarks."""
+"""Starts a real SGLang server on loopback and ends it. Used by the demonstration, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class Server:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def wait_ready(self) -> None:

@@ -61,7 +61,11 @@ class Outcome:
     @property
     def forwards(self) -> int | None:
         """Forwards from the fault to its first report."""
-        return min((violation["step"] for violation in self.found), default=0) - self.injected["step"] if self.found else None
+        return (
+            min((violation["step"] for violation in self.found), default=0) - self.injected["step"]
+            if self.found
+            else None
+        )
 
     @property
     def is_right(self) -> bool:
@@ -160,7 +164,9 @@ def hunt_faults(console: Console, model: Path, work: Path) -> int:
         highlight=False,
     )
     good = len(outcomes) == FAULT_COUNT and all(outcome.is_right for outcome in outcomes) and not unexplained
-    console.print("[green]Every fault was found in the right place; nothing else was reported." if good else "[red]FAILED")
+    console.print(
+        "[green]Every fault was found in the right place; nothing else was reported." if good else "[red]FAILED"
+    )
     if not good:
         console.print((work / "on.log").read_text()[-4000:], markup=False, highlight=False)
     return 0 if good else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import urllib.error
@@ -29,9 +30,7 @@ class Traffic:
         self._stop = threading.Event()
         self._limit: int | None = None
         rng = random.Random(seed)
-        self._prefixes = [
-            [rng.randrange(3, VOCABULARY) for _ in range(SHARED_LENGTH)] for _ in range(SHARED_PREFIXES)
-        ]
+        self._prefixes = [[rng.randrange(3, VOCABULARY) for _ in range(SHARED_LENGTH)] for _ in range(SHARED_PREFIXES)]
         self._threads = [
             threading.Thread(target=self._run, args=(random.Random(f"{seed}/{client}"),), daemon=True)
             for client in range(clients)
@@ -42,7 +41,9 @@ class Traffic:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
         self.join()
 
@@ -77,7 +78,5 @@ class Traffic:
                 timer.join()
 
     def _abort(self, rid: str) -> None:
-        try:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             self._server.post("/abort_request", {"rid": rid}, timeout_s=30)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            pass

@@ -50,12 +50,18 @@ class Injector:
             name, _, forward = head.partition("@")
             options = dict(pair.partition("=")[::2] for pair in filter(None, tail.split(",")))
             if name not in FAULTS:
-                raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: no fault {name!r}; there are {', '.join(FAULTS)}")
+                raise ConfigError(
+                    f"kvcanary: --kvcanary-inject {part!r}: no fault {name!r}; there are {', '.join(FAULTS)}"
+                )
             if not forward.isdigit():
-                raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: {forward!r} is not a forward number, as in {name}@300")
+                raise ConfigError(
+                    f"kvcanary: --kvcanary-inject {part!r}: {forward!r} is not a forward number, as in {name}@300"
+                )
             for key in options:
                 if key not in OPTIONS:
-                    raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: no option {key!r}; there are {', '.join(OPTIONS)}")
+                    raise ConfigError(
+                        f"kvcanary: --kvcanary-inject {part!r}: no option {key!r}; there are {', '.join(OPTIONS)}"
+                    )
             planned.append(Planned(name, int(forward), options))
         return cls(planned)
 

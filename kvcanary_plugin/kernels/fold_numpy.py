@@ -35,10 +35,14 @@ def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor,
                 locators[start : start + slots_a_block] += parts.sum(0)
 
 
-def _gather(table: SourceTable, index: int, picked: np.ndarray, slots: torch.Tensor, start: int, out: np.ndarray) -> None:
+def _gather(
+    table: SourceTable, index: int, picked: np.ndarray, slots: torch.Tensor, start: int, out: np.ndarray
+) -> None:
     words = table.arrays[index]
     if words is not None:
-        words.take(picked, axis=0, out=out, mode="clip")  # clip: in range already, and numpy then writes without a buffer
+        words.take(
+            picked, axis=0, out=out, mode="clip"
+        )  # clip: in range already, and numpy then writes without a buffer
     else:
         table.sources[index].gather_words(slots[start : start + len(picked)], out=torch.from_numpy(out.view(np.int64)))
 

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from . import record as r
 from .launch import block_of, jit, launch
-from .mixing_triton import DIGEST, IDENTITY, LIVE_BIT, LOCATOR, POSITION_MASK, RECORD_WORDS, append_rows, mix
 from .mixing_triton import CHAIN as _CHAIN
+from .mixing_triton import DIGEST, IDENTITY, LIVE_BIT, LOCATOR, POSITION_MASK, RECORD_WORDS, append_rows, mix
 from .pointers import pointers_of
 from .violations import ViolationBuffer
 
@@ -188,7 +188,7 @@ def launch_fold(
     elif items > _FEW_SLOTS:
         shape = (512, 128, 4)
     else:
-        shape = (512, 256, 8)
+        shape = (512, 128, 8)
     tile, widest, warps = shape if tuning is None else tuning[:3]
     parts = max(1, _FEW_SLOTS // items) if tuning is None else tuning[3]
     pointers = pointers_of(table)

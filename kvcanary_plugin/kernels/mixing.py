@@ -59,8 +59,8 @@ def mix_array_(words: npt.NDArray[np.uint64], scratch: npt.NDArray[np.uint64]) -
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """A CPU tensor as a numpy array over the same memory.
 
-    Small operations cost a third in numpy of what they cost in torch, and there are some fifty of them in a decode step.
-    So on a CPU the references are the definition and numpy does the work; the tests hold the two equal.
+    Small operations cost a third in numpy of what they cost in torch, and there are some fifty of them in a decode
+    step. So on a CPU the references are the definition and numpy does the work; the tests hold the two equal.
     """
     return tensor.numpy()
 

@@ -35,7 +35,9 @@ def verify_prefixes(
     row_bad = (request_rows < 1) | (request_rows >= len(table))
     if not row_bad.any():
         first = request_rows * (table.strides[0] // table.itemsize) - starts[:-1]
-        flat = np.lib.stride_tricks.as_strided(table, (len(table) * table.strides[0] // table.itemsize,), table.strides[1:])
+        flat = np.lib.stride_tricks.as_strided(
+            table, (len(table) * table.strides[0] // table.itemsize,), table.strides[1:]
+        )
         slots = flat[first[request] + index]
         inside = np.clip(slots, first_slot, len(kept) - 1)
         found = kept.take(inside, axis=0)

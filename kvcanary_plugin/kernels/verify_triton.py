@@ -7,6 +7,7 @@ as it can: it works for one request, and everything that is the same for all of 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from . import record as r
@@ -26,6 +27,7 @@ from .mixing_triton import (
 )
 from .violations import ViolationBuffer
 
+_PART = tl.constexpr(32)
 _INT32_MAX = tl.constexpr((1 << 31) - 1)
 _LIVE = tl.constexpr(r.LIVE)
 _ROW_RANGE = tl.constexpr(int(r.Kind.ROW_RANGE))
@@ -36,10 +38,58 @@ _LINK = tl.constexpr(int(r.Kind.LINK))
 _END_POINT = tl.constexpr(int(r.Kind.END_POINT))
 
 
+@triton.jit
+def _look_up(entries, positions, mask, records_ptr, least, most):
+    """Slot ids, which of them may be followed, and where their records lie.
+
+    A slot that may not be followed stands as the nearest one that may, and one that ``mask`` leaves out as slot -1.
+    """
+    slots = tl.load(entries + positions, mask=mask, other=-1)
+    safe = tl.minimum(tl.maximum(slots, least), most)
+    return slots, safe, records_ptr + safe.to(tl.int64) * RECORD_WORDS
+
+
+@triton.jit
+def _describe(
+    entries, start, stop, length, in_row, request, anchor, end_point, least, most, records_ptr, writers_ptr,
+    violations_ptr, violation_count_ptr, violation_capacity,
+):  # fmt: skip
+    """Look at positions start .. stop - 1 again, this time to say what is wrong with each.
+
+    This is nearly never needed: it takes few positions at a time, so that it costs the way there no registers.
+    """
+    for part in range(start, stop, _PART):
+        position = part + tl.arange(0, _PART)
+        inside = position < stop
+        slot, safe, record = _look_up(entries, position, inside & (position < in_row), records_ptr, least, most)
+        has_before = inside & (position > 0) & (position <= in_row)
+        _, _, behind = _look_up(entries, position - 1, has_before, records_ptr, least, most)
+        before = tl.where(position == 0, anchor, tl.load(behind + CHAIN))
+        chain = tl.load(record + CHAIN)
+        identity = tl.load(record + IDENTITY)
+        place_bad = (identity >> POSITION_SHIFT).to(tl.int32) != (position | _LIVE)
+        link_bad = chain - before != mix(identity & MIX_INPUT_MASK)
+        kind = tl.where(place_bad, tl.where((identity & LIVE_BIT) == 0, _DEAD_SLOT, _POSITION), _LINK)
+        kind = tl.where(slot != safe, _SLOT_RANGE, kind)
+        digest = tl.load(record + DIGEST)
+        locator = tl.load(record + LOCATOR)
+        writer = tl.load(writers_ptr + safe)
+        append_rows(
+            violations_ptr, violation_count_ptr, violation_capacity,
+            inside & ((slot != safe) | place_bad | link_bad),
+            kind, request, position, slot, identity, chain, digest, locator, 0, 0, writer,
+        )  # fmt: skip
+        append_rows(
+            violations_ptr, violation_count_ptr, violation_capacity,
+            inside & (position == length - 1) & (chain != end_point),
+            _END_POINT, request, position, slot, identity, chain, digest, locator, 0, 0, writer,
+        )  # fmt: skip
+
+
 @jit
 def _verify_prefixes(
     records_ptr, writers_ptr, req_to_token_ptr, rows_ptr, offsets_ptr, anchors_ptr, end_points_ptr,
-    violations_ptr, violation_count_ptr, total: tl.int64, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
+    violations_ptr, violation_count_ptr, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
     row_count: tl.int64, context: tl.int64, row_stride: tl.int64, violation_capacity: tl.int64,
     BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
@@ -50,49 +100,32 @@ def _verify_prefixes(
     end_point = tl.load(end_points_ptr + request)
     start = (first - begin).to(tl.int32)
     length = tl.minimum(end - begin, _INT32_MAX).to(tl.int32)
+    in_row = tl.minimum(length, context).to(tl.int32)
     row_bad = (row < 1) | (row >= row_count)
+    entries = req_to_token_ptr + row * row_stride
+    least = first_slot.to(tl.int32)
+    most = (tl.minimum(slot_count, _INT32_MAX) - 1).to(tl.int32)
 
     lane = tl.arange(0, BLOCK)
     position = start + lane
     inside = (position < length) & (~row_bad)
-    in_row = inside & (position < context)
-    entries = req_to_token_ptr + row * row_stride
-    slot = tl.load(entries + position, mask=in_row, other=-1)
-    has_seam = (start > 0) & (start < tl.minimum(length, context)) & (~row_bad)
-    seam_slot = tl.load(entries + start - 1, mask=has_seam, other=0)
-
-    # A slot that may not be followed stands as the nearest one that may.
-    least = first_slot.to(tl.int32)
-    most = (tl.minimum(slot_count, _INT32_MAX) - 1).to(tl.int32)
-    safe = tl.minimum(tl.maximum(slot, least), most)
-    record = records_ptr + safe.to(tl.int64) * RECORD_WORDS
+    slot, safe, record = _look_up(entries, position, inside & (position < in_row), records_ptr, least, most)
+    has_seam = (start > 0) & (start < in_row) & (~row_bad)
+    _, _, seam = _look_up(entries, start - 1, has_seam, records_ptr, least, most)
     chain = tl.load(record + CHAIN)
     identity = tl.load(record + IDENTITY)
-    seam_slot = tl.minimum(tl.maximum(seam_slot, least), most).to(tl.int64)
-    seam_chain = tl.load(records_ptr + seam_slot * RECORD_WORDS + CHAIN, mask=has_seam, other=0)
+    seam_chain = tl.load(seam + CHAIN, mask=has_seam, other=0)
 
     before = tl.gather(chain, tl.maximum(lane - 1, 0), 0)
     before = tl.where(lane == 0, tl.where(start == 0, anchor, seam_chain), before)
-    place_bad = (identity >> POSITION_SHIFT).to(tl.int32) != (position | _LIVE)
-    link_bad = chain - before != mix(identity & MIX_INPUT_MASK)
-    slot_bad = slot != safe
-    bad = inside & (slot_bad | place_bad | link_bad)
-    end_bad = inside & (position == length - 1) & (chain != end_point)
+    sound = (slot == safe) & ((identity >> POSITION_SHIFT).to(tl.int32) == (position | _LIVE))
+    sound = sound & (chain - before == mix(identity & MIX_INPUT_MASK))
+    sound = sound & ((position != length - 1) | (chain == end_point))
 
-    if tl.max((bad | end_bad).to(tl.int32), 0) > 0:
-        dead = (identity & LIVE_BIT) == 0
-        kind = tl.where(place_bad, tl.where(dead, _DEAD_SLOT, _POSITION), _LINK)
-        kind = tl.where(slot_bad, _SLOT_RANGE, kind)
-        digest = tl.load(record + DIGEST)
-        locator = tl.load(record + LOCATOR)
-        writer = tl.load(writers_ptr + safe)
-        append_rows(
-            violations_ptr, violation_count_ptr, violation_capacity, bad,
-            kind, request, position, slot, identity, chain, digest, locator, 0, 0, writer,
-        )  # fmt: skip
-        append_rows(
-            violations_ptr, violation_count_ptr, violation_capacity, end_bad,
-            _END_POINT, request, position, slot, identity, chain, digest, locator, 0, 0, writer,
+    if tl.max((inside & ~sound).to(tl.int32), 0) > 0:
+        _describe(
+            entries, start, tl.minimum(start + BLOCK, length), length, in_row, request, anchor, end_point, least, most,
+            records_ptr, writers_ptr, violations_ptr, violation_count_ptr, violation_capacity,
         )  # fmt: skip
     if row_bad & (start == 0) & (length > 0):
         append_rows(
@@ -114,14 +147,14 @@ def verify_prefixes(
     first_slot: int,
     violations: ViolationBuffer,
     block: int | None = None,
-    warps: int = 4,
+    warps: int = 2,
 ) -> None:
     """See :func:`verify_reference.verify_prefixes`. ``block``: positions a program, a power of two."""
     if total == 0:
         return
     bs = rows.shape[0]
     if block is None:
-        block = 256
+        block = 128
     launch(
         _verify_prefixes,
         total // block + bs,
@@ -135,7 +168,6 @@ def verify_prefixes(
             end_points,
             violations.rows,
             violations.count,
-            total,
             bs,
             records.shape[0],
             first_slot,

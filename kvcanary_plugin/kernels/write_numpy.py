@@ -7,8 +7,8 @@ import torch
 
 from . import record as r
 from .mixing import POSITION_SHIFT, as_array, mix_array
-from .write_reference import write_chain as write_and_report
 from .violations import ViolationBuffer
+from .write_reference import write_chain as write_and_report
 
 
 def write_chain(

@@ -47,7 +47,9 @@ def list_gaps(pool: object, allocator: object) -> list[str]:
     if pool_class not in COVERED_POOLS:
         gaps.append(f"KV pool {pool_class} is not covered (covered: {', '.join(COVERED_POOLS)})")
     elif any(buffer.ndim != 3 for buffer in pool.k_buffer + pool.v_buffer):  # type: ignore[attr-defined]
-        gaps.append(f"KV pool {pool_class} is covered in the layout (slot, head, dim) only, not in HND or vectorised ones")
+        gaps.append(
+            f"KV pool {pool_class} is covered in the layout (slot, head, dim) only, not in HND or vectorised ones"
+        )
     elif getattr(pool, "k_scale_buffer", None):
         gaps.append(f"KV pool {pool_class} keeps scale buffers beside its rows, which are not covered")
     if allocator_class not in COVERED_ALLOCATORS:

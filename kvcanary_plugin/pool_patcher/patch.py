@@ -87,7 +87,9 @@ def resolve(patch: Patch) -> Seam:
     function = _unwrap(raw).__func__ if kind != "method" else _unwrap(raw)
     found = tuple(inspect.signature(function).parameters)
     if found[: len(patch.parameters)] != patch.parameters:
-        raise SeamError(f"{patch.target} takes ({', '.join(found)}); expected it to begin ({', '.join(patch.parameters)})")
+        raise SeamError(
+            f"{patch.target} takes ({', '.join(found)}); expected it to begin ({', '.join(patch.parameters)})"
+        )
     return Seam(patch, owner, own, raw)
 
 

@@ -19,7 +19,9 @@ class ShadowRecords:
 
     def __init__(self, slot_count: int, page_size: int, device: torch.device | str) -> None:
         if slot_count <= page_size or page_size < 1:
-            raise ValueError(f"kvcanary: a pool of {slot_count} slots has no room beside its padding page of {page_size}")
+            raise ValueError(
+                f"kvcanary: a pool of {slot_count} slots has no room beside its padding page of {page_size}"
+            )
         self.hot = torch.zeros((slot_count, r.RECORD_WORDS), dtype=torch.int64, device=device)
         self.writers = torch.zeros(slot_count, dtype=torch.int64, device=device)
         self.first_slot = page_size

@@ -27,7 +27,7 @@ class Source:
     Attributes:
         rows: uint8 (page_count, page_size, read_bytes), a view of the live buffer; the last dimension is contiguous.
         read_bytes: bytes of each slot that are read.
-        words: the same as int64 (page_count * page_size, read_bytes / 8) where alignment and strides allow it, else None.
+        words: the same as int64 (page_count * page_size, read_bytes / 8) where alignment and strides allow, else None.
     """
 
     rows: torch.Tensor
@@ -101,8 +101,8 @@ def make_row_source(*, layer_buffer: torch.Tensor, read_bytes: int) -> tuple[Sou
         rows = layer_buffer.view(slot_count, -1).view(torch.uint8)
     except RuntimeError as error:
         raise ValueError(
-            f"kv-canary: layer_buffer of shape {tuple(layer_buffer.shape)} and strides {layer_buffer.stride()} has rows that "
-            "are not contiguous; a source must be a view of the live bytes, so pass one buffer per contiguous part"
+            f"kv-canary: layer_buffer of shape {tuple(layer_buffer.shape)} and strides {layer_buffer.stride()} has rows "
+            "that are not contiguous; a source must be a view of the live bytes, so pass one buffer per whole part"
         ) from error
     return _make_source(rows.unsqueeze(1), read_bytes)
 
@@ -134,8 +134,8 @@ def make_packed_source(
         flat = pages.view(pages.shape[0], -1).view(torch.uint8)
     except RuntimeError as error:
         raise ValueError(
-            f"kv-canary: page_buffer of shape {tuple(page_buffer.shape)} and strides {page_buffer.stride()} has pages that are "
-            "not contiguous; a source must be a view of the live bytes"
+            f"kv-canary: page_buffer of shape {tuple(page_buffer.shape)} and strides {page_buffer.stride()} has pages "
+            "that are not contiguous; a source must be a view of the live bytes"
         ) from error
     if page_size * bytes_per_token > flat.shape[1]:
         raise ValueError(
@@ -185,15 +185,17 @@ class SourceTable:
         self.sources = tuple(source for _, source in named)
         for (layer, half), source in named:
             if source.slot_count < slot_count:
-                raise ValueError(f"kv-canary: layer {layer} {half} has {source.slot_count} slots, the pool {slot_count}")
+                raise ValueError(
+                    f"kv-canary: layer {layer} {half} has {source.slot_count} slots, the pool {slot_count}"
+                )
         self.slot_count = slot_count
         self.bytes_per_slot = sum(source.read_bytes for source in self.sources)
         widest = max((source.word_count for source in self.sources), default=0)
         self.keys = make_keys(len(self.sources), widest, device)
         self.weights = torch.arange(len(self.sources), device=device) * 2 + 1
         self.runs = self._find_runs()
-        # Keys and scratch together stay within 24 bytes a slot, so that with the records everything resident stays within
-        # 64, on small pools too.
+        # Keys and scratch together stay within 24 bytes a slot, so that with the records everything resident stays
+        # within 64, on small pools too.
         affordable = (SIDE_BYTES_PER_SLOT * slot_count - self.keys.numel() * WORD_BYTES) // (2 * WORD_BYTES)
         self.block_words = max(min(MAX_BLOCK_WORDS, max(MIN_BLOCK_WORDS, affordable)), widest)
         self.scratch = torch.empty((2, self.block_words), dtype=torch.int64, device=device)

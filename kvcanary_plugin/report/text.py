@@ -70,7 +70,8 @@ def render_block(violation: Violation) -> str:
             RULE,
             f"KVCANARY: {violation.check}/{violation.kind} in {render_place(violation)}",
             f"  {violation.explanation}",
-            f"  {render_reader(violation)}" + ("" if violation.position is None else f", position {violation.position}"),
+            f"  {render_reader(violation)}"
+            + ("" if violation.position is None else f", position {violation.position}"),
             f"  expected      {expected}",
             f"  found         {found}",
             f"  last written  by {render_writer(violation)}",

@@ -145,9 +145,10 @@ def refine_chain_rows(
 ) -> list[list[int]]:
     """Replace link and end-point rows by the places that are wrong, for a device whose memory the host reads directly.
 
-    A stretch of slots that is consistent in itself breaks a link only where it ends, and a whole such prefix breaks none.
-    So the row of a request with a broken link or end point is compared with its true tokens, and the first slot of each
-    wrong stretch is named. Where every token is right the prefix was made for another identity: position 0 is named.
+    A stretch of slots that is consistent in itself breaks a link only where it ends, and a whole such prefix breaks
+    none. So the row of a request with a broken link or end point is compared with its true tokens, and the first slot
+    of each wrong stretch is named. Where every token is right the prefix was made for another identity: position 0 is
+    named.
     """
     kept = [row for row in rows if row[r.ROW_KIND] not in (r.Kind.LINK, r.Kind.END_POINT)]
     named = {(row[r.ROW_REQUEST], row[r.ROW_POSITION]) for row in kept}

@@ -17,7 +17,6 @@ import torch
 from ..config import Config
 from ..errors import CorruptionError, GuardError
 from ..faults.injector import Injector
-from ..kernels import record as r
 from ..kernels.backend import pick_backend
 from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.adapters import GuardedPool
@@ -105,7 +104,9 @@ class Guard:
             self.scrubber.observe_forward()
         self._announced = step
 
-    def before(self, input_ids: torch.Tensor | None, out_cache_loc: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
+    def before(
+        self, input_ids: torch.Tensor | None, out_cache_loc: torch.Tensor, req_pool_indices: torch.Tensor
+    ) -> None:
         """Verify what the forward will read. Enqueued on the forward's stream, before it.
 
         Args:
@@ -121,11 +122,13 @@ class Guard:
             self.injector.before_forward(self, step, self._reporter)
         batch_size, written = len(step.requests), step.write_total
         if input_ids is None or input_ids.numel() != written or out_cache_loc.numel() != written:
-            raise GuardError(f"step {step.number} was announced with {written} new tokens but its forward carries others")
+            raise GuardError(
+                f"step {step.number} was announced with {written} new tokens but its forward carries others"
+            )
         self._running = step
         if batch_size == 0:
             return
-        rows, prefix_lens, write_lens, anchors, chains = self._upload(step)
+        _, prefix_lens, write_lens, anchors, chains = self._upload(step)
         if self._snapshot.shape[1] < written:
             self._snapshot = self._snapshot.new_zeros((2, 2 * written))
         self._snapshot[0, :written].copy_(input_ids)
@@ -133,9 +136,7 @@ class Guard:
         if self._offsets.shape[1] <= batch_size:
             self._offsets = self._offsets.new_zeros((2, 2 * batch_size + 1))
         verify_offsets, write_offsets = self._offsets[:, : batch_size + 1]
-        self._backend.plan_offsets(
-            prefix_lens, write_lens, verify_offsets=verify_offsets, write_offsets=write_offsets
-        )
+        self._backend.plan_offsets(prefix_lens, write_lens, verify_offsets=verify_offsets, write_offsets=write_offsets)
         if "chain" in self.config.checks:
             self._backend.verify_prefixes(
                 records=self.records.hot,

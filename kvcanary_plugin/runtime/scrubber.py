@@ -15,8 +15,8 @@ CALIBRATION_FORWARDS = 64
 class Scrubber:
     """Walks the pool in slot order, a fixed number of slots after each forward.
 
-    The rate is set from the budget once enough forwards were timed, and after that only ever raised, and only between two
-    passes: so the period in force when a slot is damaged bounds the forwards until it is folded, in every case.
+    The rate is set from the budget once enough forwards were timed, and after that only ever raised, and only between
+    two passes: so the period in force when a slot is damaged bounds the forwards until it is folded, in every case.
 
     Attributes:
         slots_a_forward: slots folded after each forward.

@@ -60,7 +60,7 @@ class Session:
         except UncoveredError as error:
             if not self.config.allow_uncovered:
                 raise UncoveredError(
-                    f"kvcanary: refusing to start half-blind: {error}. Remove --kvcanary, change the setting named, or pass "
+                    f"kvcanary: refusing to start half-blind: {error}. Drop --kvcanary or the setting named, or pass "
                     "--kvcanary-allow-uncovered to start without a guard"
                 ) from error
             self._is_waived = True

@@ -28,7 +28,7 @@ class Request(Protocol):
 
 
 def make_anchor(fields: Sequence[tuple[str, str]]) -> int:
-    """Hash of tagged identity fields, unsigned 64 bit. Tags and lengths keep neighbouring fields from running together."""
+    """Hash of tagged identity fields, unsigned 64 bit. Tags and lengths keep neighbouring fields apart."""
     parts = [f"{len(tag)}:{tag}={len(value)}:{value};" for tag, value in fields]
     return xxhash.xxh3_64_intdigest("".join(parts).encode())
 
@@ -124,7 +124,9 @@ class TruthTable:
 
     def _extend(self, request: Request, row: int, have: int, length: int) -> None:
         if length > POSITION_MASK:
-            raise GuardError(f"request {request.rid} has {length} tokens; a record holds positions up to {POSITION_MASK}")
+            raise GuardError(
+                f"request {request.rid} has {length} tokens; a record holds positions up to {POSITION_MASK}"
+            )
         hashes = hash_tokens(tokens_between(request, have, length), have)
         self._chains[row : row + 1] += hashes.sum(dtype=np.uint64)  # a slice wraps around, a numpy scalar would warn
         self._lengths[row] = length

@@ -29,7 +29,9 @@ def test_sglang_serve_takes_the_flags_from_yaml_and_they_beat_the_environment(mo
         "if __name__ == '__main__':\n    sys.argv.insert(1, 'serve')\n    main()\n"
     )
     environment = {"KVCANARY": "raise", "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with Server(model, ["--config", str(config)], tmp_path / "log", environment=environment, launcher="serve") as server:
+    with Server(
+        model, ["--config", str(config)], tmp_path / "log", environment=environment, launcher="serve"
+    ) as server:
         server.generate(range(3, 40), 4)
 
     assert '"mode":"log"' in events.read_text()

@@ -31,7 +31,13 @@ def wait_for(condition, server, patience_s=240):
 )
 def test_every_fault_is_found_in_the_right_place(guarded, flags, environment):
     spec = ";".join(f"{name}@{250 + 220 * index}" for index, name in enumerate(FAULTS))
-    flags = ["--kvcanary=log", "--max-total-tokens=8192", "--kvcanary-scrub-budget=0.01", *flags, f"--kvcanary-inject={spec}"]
+    flags = [
+        "--kvcanary=log",
+        "--max-total-tokens=8192",
+        "--kvcanary-scrub-budget=0.01",
+        *flags,
+        f"--kvcanary-inject={spec}",
+    ]
     with guarded(flags=flags, environment={**ALLOW, **environment}) as server, Traffic(server):
 
         def all_found():

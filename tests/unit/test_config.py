@@ -22,7 +22,11 @@ def test_environment_alone_is_enough():
 
 @pytest.mark.parametrize(
     "config",
-    [Config(), Config(mode="raise", checks=("chain",), content="partial", scrub_budget=1.0, log="a b.jsonl"), Config(inject="x@1")],
+    [
+        Config(),
+        Config(mode="raise", checks=("chain",), content="partial", scrub_budget=1.0, log="a b.jsonl"),
+        Config(inject="x@1"),
+    ],
 )
 def test_environment_carries_a_configuration_to_children(config):
     environment = {**to_environment(config), "KVCANARY_ALLOW_INJECT": "1"}

@@ -40,7 +40,9 @@ def note(wrapped, instance, args, kwargs):
 
 
 def patch(attribute, parameters, kind="method", owner="Target", **versions):
-    return Patch(__name__, owner, attribute, note, parameters, "test", versions.pop("since", "1.0"), kind=kind, **versions)
+    return Patch(
+        __name__, owner, attribute, note, parameters, "test", versions.pop("since", "1.0"), kind=kind, **versions
+    )
 
 
 EVERY_KIND = (

@@ -60,7 +60,9 @@ def test_rows_apart_from_each_other_are_fine():
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_packed_source_reads_the_slot_and_nothing_else(width, page_size):
     pages = torch.randint(0, 255, (3, page_size * width + 5), dtype=torch.uint8)
-    (source,) = make_packed_source(page_buffer=pages, page_size=page_size, bytes_per_token=width, read_bytes=sys.maxsize)
+    (source,) = make_packed_source(
+        page_buffer=pages, page_size=page_size, bytes_per_token=width, read_bytes=sys.maxsize
+    )
     for slot in range(3 * page_size):
         words = torch.full((1, source.word_count), -1, dtype=torch.int64)
         source.gather_words(torch.tensor([slot]), out=words)

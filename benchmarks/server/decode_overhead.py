@@ -1,0 +1,129 @@
+"""What the canary costs a CPU server: median decode step with ``log`` and all of content, beside ``off``.
+
+Two servers stay warm, one of each arm; only the one that is measured has work, the other sleeps. Arms alternate, and
+their order too. The benchmark refuses to print figures if the guarded server did not find a fault that was injected
+into it, or reported anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import struct
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvcanary_plugin.demo.model import MEDIUM, TINY, VOCABULARY, Shape, make_model
+from kvcanary_plugin.demo.server import Server
+from kvcanary_plugin.report.jsonl import read_events
+
+CLIENTS, PROMPT_TOKENS, NEW_TOKENS = 8, 256, 128
+POOL_TOKENS = 3200  # eight running requests and little more, so that the pool is live
+PASS_FORWARDS = 200
+SHAPES: dict[str, tuple[Shape, float]] = {"12 layers, hidden 768": (MEDIUM, 0.02), "4 layers, hidden 128": (TINY, 0.08)}
+
+
+class Arm:
+    """One warm server and the decode steps measured in it."""
+
+    def __init__(self, model: Path, folder: Path, mode: str, budget: float) -> None:
+        self.steps_path = folder / f"{mode}.steps"
+        self.events_path = folder / f"{mode}.jsonl"
+        flags = [f"--max-total-tokens={POOL_TOKENS}", "--sleep-on-idle", f"--kvcanary={mode}"]
+        environment = {
+            "KVCANARY_BENCH_STEPS": str(self.steps_path),
+            "KVCANARY_BENCH_BATCH": str(CLIENTS),
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
+        if mode != "off":
+            flags += [
+                f"--kvcanary-log={self.events_path}",
+                f"--kvcanary-scrub-budget={budget}",
+                "--kvcanary-inject=swap_entries@40",
+            ]
+            environment["KVCANARY_ALLOW_INJECT"] = "1"
+        self.server = Server(model, flags, folder / f"{mode}.log", environment=environment, launcher="step_probe")
+        self.medians: list[float] = []
+
+    def measure(self, rng: random.Random) -> None:
+        """One round of requests; keeps the median step in milliseconds."""
+        self.steps_path.write_bytes(b"")
+        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(CLIENTS)]
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            list(clients.map(lambda prompt: self.server.generate(prompt, NEW_TOKENS), prompts))
+        steps = [value for (value,) in struct.iter_unpack("<q", self.steps_path.read_bytes())]
+        if len(steps) < NEW_TOKENS // 2:
+            raise SystemExit(f"only {len(steps)} full decode steps were seen; the clients did not run side by side")
+        self.medians.append(statistics.median(steps) / 1e6)
+
+
+def compare(name: str, shape: Shape, bound: float, pairs: int, folder: Path) -> bool:
+    """Measure one model and print its row. Returns whether the bound holds."""
+    work = folder / name.replace(" ", "-")
+    work.mkdir()
+    model = make_model(work / "model", shape)
+    off, log = Arm(model, work, "off", 0.0), None
+    try:
+        off.server.wait_ready()
+        log = Arm(model, work, "log", 0.05)
+        log.server.wait_ready()
+        rng = random.Random(0)
+        for arm in (off, log, log):  # warm up; the second round calibrates the rotating pass
+            arm.measure(rng)
+            arm.medians.clear()
+        for pair in range(pairs):
+            for arm in (off, log) if pair % 2 == 0 else (log, off):
+                arm.measure(rng)
+        check_detection(log)
+        passes = [line for line in log.server.log.read_text().splitlines() if "content pass folds" in line]
+    finally:
+        for arm in (off, log):
+            if arm is not None:
+                arm.server.stop()
+    ratios = [100 * (b / a - 1) for a, b in zip(off.medians, log.medians, strict=True)]
+    mean, spread = statistics.mean(ratios), statistics.stdev(ratios) if len(ratios) > 1 else math.nan
+    print(
+        f"| {name} | {statistics.median(off.medians):.2f} | {statistics.median(log.medians):.2f} | "
+        f"{statistics.median(ratios):+.2f} % | {mean:+.2f} ± {2.26 * spread / math.sqrt(len(ratios)):.2f} % | "
+        f"{min(ratios):+.2f} .. {max(ratios):+.2f} % | {100 * bound:.0f} % |"
+    )
+    print(
+        f"  {passes[-1].split('kvcanary: ')[1] if passes else 'the rotating pass was not calibrated'}", file=sys.stderr
+    )
+    return statistics.median(ratios) <= 100 * bound
+
+
+def check_detection(arm: Arm) -> None:
+    """The injected fault was found, and nothing else."""
+    events = read_events(arm.events_path)
+    injected = [event for event in events if event["event"] == "injected"]
+    found = {event["slot"] for event in events if event["event"] == "violation"}
+    if not injected or found != set(injected[0]["slots"]):
+        raise SystemExit(
+            f"detection self-check failed: injected {injected}, reported slots {sorted(found)}; no figures"
+        )
+
+
+def main() -> int:
+    """Run the comparison and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10, help="Alternating pairs of rounds per model. Default: 10.")
+    parser.add_argument("--model", choices=list(SHAPES), action="append", help="Measure this model only.")
+    options = parser.parse_args()
+    print(
+        f"{CLIENTS} clients, {PROMPT_TOKENS} in, {NEW_TOKENS} out, pool of {POOL_TOKENS} tokens, {options.pairs} pairs"
+    )
+    print(
+        "| model | off, ms | log, ms | median of ratios | mean ± 95 % | range | bound |\n|---|---|---|---|---|---|---|"
+    )
+    with tempfile.TemporaryDirectory(prefix="kvcanary-bench-") as folder:
+        held = [compare(name, *SHAPES[name], options.pairs, Path(folder)) for name in options.model or SHAPES]
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
