@@ -9,6 +9,7 @@ import torch
 
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.backend import Backend
+from kvcanary_plugin.kernels.captured import CapturedLaunches
 from kvcanary_plugin.kernels.violations import ViolationBuffer
 from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source
 from kvcanary_plugin.runtime.truth import TruthTable
@@ -32,7 +33,9 @@ class DecodeStep:
     def __init__(self, bs: int, length: int, device: torch.device, backend: Backend) -> None:
         slot_count = bs * (length + 1) + SCRUBBED + 1
         buffers = [torch.randint(-(2**62), 2**62, (slot_count, 16), device=device) for _ in range(64)]
-        named = [((b // 2, "KV"[b % 2]), make_row_source(layer_buffer=x, read_bytes=128)[0]) for b, x in enumerate(buffers)]
+        named = [
+            ((b // 2, "KV"[b % 2]), make_row_source(layer_buffer=x, read_bytes=128)[0]) for b, x in enumerate(buffers)
+        ]
         self.violations = ViolationBuffer(256, device)
         self._backend = backend
         self._table = SourceTable(named, slot_count, device)
@@ -71,6 +74,9 @@ class DecodeStep:
         )
         backend.seal_slots(records=self._records, table=self._table, slots=torch.arange(slot_count, device=device))
         self.hash()
+        self.upload()
+        self._before = CapturedLaunches(self.verify, device)
+        self._after = CapturedLaunches(self._launch_after, device)
 
     def parts(self) -> list[tuple[str, Callable[[], None]]]:
         """What the table lists."""
@@ -82,6 +88,9 @@ class DecodeStep:
             ("seal and scrub", self.seal_and_scrub),
             ("drain", self.drain),
             ("the whole step", self.run),
+            ("verify, captured", self._before.replay),
+            ("write, seal, scrub and drain, captured", self._after.replay),
+            ("the whole step, kernels captured", self.run_captured),
         ]
 
     def run(self) -> None:
@@ -92,6 +101,20 @@ class DecodeStep:
         self.write()
         self.seal_and_scrub()
         self.drain()
+
+    def run_captured(self) -> None:
+        """All of it, with the kernels, the copy of the verdict and the reset in two device graphs."""
+        self.hash()
+        self.upload()
+        self._before.replay()
+        self._after.replay()
+        self._event.record()
+
+    def _launch_after(self) -> None:
+        self.write()
+        self.seal_and_scrub()
+        self._drained.copy_(self.violations.block, non_blocking=True)
+        self.violations.reset()
 
     def hash(self) -> None:
         """Move the true hashes on by one token, from where they stood a step before; lay the batch out as CSR."""

@@ -6,6 +6,7 @@ Prints a markdown table. Usage: ``python benchmarks/kernels/run.py``.
 from __future__ import annotations
 
 import datetime
+import functools
 import platform
 import sys
 from collections.abc import Callable
@@ -14,17 +15,18 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests" / "kernels")]
 
-from host_step import DecodeStep
-from kernel_cases import Batch, make_batch, make_offsets, rows_of
-from timing import Clock, time_host
+from host_step import DecodeStep  # noqa: E402
+from kernel_cases import Batch, make_batch, make_offsets, rows_of  # noqa: E402
+from timing import Clock, time_host  # noqa: E402
 
-from kvcanary_plugin.kernels import record as r
-from kvcanary_plugin.kernels.backend import REFERENCE, pick_backend
-from kvcanary_plugin.kernels.violations import ViolationBuffer
-from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source
+from kvcanary_plugin.kernels import record as r  # noqa: E402
+from kvcanary_plugin.kernels.backend import REFERENCE, pick_backend  # noqa: E402
+from kvcanary_plugin.kernels.violations import ViolationBuffer  # noqa: E402
+from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source  # noqa: E402
 
 DEVICE = torch.device("cuda")
 TRITON = pick_backend(DEVICE)
@@ -45,7 +47,14 @@ class Row:
 
 
 def measure(
-    clock: Clock, work: str, call: Callable[[], None], goal: float | None, bound: str, *, moved: int = 0, flush: bool = False
+    clock: Clock,
+    work: str,
+    call: Callable[[], None],
+    goal: float | None,
+    bound: str,
+    *,
+    moved: int = 0,
+    flush: bool = False,
 ) -> Row:
     return Row(work, clock.stream(call, flush=flush), clock.graph(call, flush=flush), goal, bound, moved)
 
@@ -111,12 +120,32 @@ def bench_verify(clock: Clock, lengths: list[int], work: str) -> Row:
         work,
         lambda: TRITON.verify_prefixes(**arguments),
         12,
-        "latency of 3 dependent reads, then bytes",
+        "random 32-byte reads, see the gather",
         moved=batch.total * (32 + 4),
         flush=True,
     )
     check(int(violations.count) == 0, work)
     return row
+
+
+@triton.jit
+def _gather(slots_ptr, records_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(records_ptr + tl.load(slots_ptr + i).to(tl.int64) * 4)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(words, 0))
+
+
+def bench_gather(clock: Clock, count: int, work: str) -> Row:
+    """What verify cannot beat: nothing but one word of each record, by a list that lies ready."""
+    records = torch.randint(-(2**62), 2**62, (count + 1, r.RECORD_WORDS), device=DEVICE)
+    slots = torch.randperm(count, device=DEVICE).to(torch.int32)
+    sums = torch.zeros(count // 256, dtype=torch.int64, device=DEVICE)
+    gather = _gather[(count // 256,)]
+    check_rows = records[slots.long(), 0].view(-1, 256).sum(1)
+    call = functools.partial(gather, slots, records, sums, BLOCK=256)
+    call()
+    check(torch.equal(sums, check_rows), work)
+    return measure(clock, work, call, -1, "random 32-byte sectors", moved=count * (32 + 4), flush=True)
 
 
 def make_pool() -> tuple[SourceTable, torch.Tensor, torch.Tensor]:
@@ -146,23 +175,26 @@ def bench_folds(clock: Clock) -> list[Row]:
         return lambda: TRITON.seal_slots(records=records, table=table, slots=chosen)
 
     def scrub() -> None:
-        TRITON.scrub_range(
-            records=records, writers=writers, table=table, start=1, count=8192, violations=violations
-        )
+        TRITON.scrub_range(records=records, writers=writers, table=table, start=1, count=8192, violations=violations)
 
     moved = SOURCES * ROW_BYTES
     rows = [
         measure(clock, "fold, 8192 scattered slots x 64 x 2048 B", fold(8192), None, "bytes", moved=8192 * moved),
-        measure(clock, "fold, 64 slots x 64 x 2048 B", fold(64), 8, "latency of 3 dependent reads", moved=64 * moved),
+        measure(
+            clock,
+            "fold, 64 slots x 64 x 2048 B",
+            fold(64),
+            8,
+            "latency of dependent reads and additions",
+            moved=64 * moved,
+        ),
         measure(clock, "scrub, 8192 contiguous slots", scrub, None, "bytes", moved=8192 * moved),
     ]
     check(int(violations.count) == 0, "scrub")
     records[:, r.IDENTITY] = 0
 
     def scrub_dead() -> None:
-        TRITON.scrub_range(
-            records=records, writers=writers, table=table, start=1, count=50_000, violations=violations
-        )
+        TRITON.scrub_range(records=records, writers=writers, table=table, start=1, count=50_000, violations=violations)
 
     rows.append(measure(clock, "scrub, 50,000 slots, none live", scrub_dead, -1, "launch of the programs"))
     return rows
@@ -188,7 +220,9 @@ def main() -> None:
     clock = Clock(DEVICE)
     copy = measure_copy()
     name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, ", end="")
+    print(
+        f"{name}, torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, ", end=""
+    )
     print(f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}; copy {copy / 1e12:.2f} TB/s, read plus written\n")
     nothing = ViolationBuffer(8, DEVICE)
     lengths = torch.full((2, 64), 1024, device=DEVICE)
@@ -208,6 +242,7 @@ def main() -> None:
         bench_write(clock, [100_000], "write, 1 x 100,000", -1, "sums of earlier tokens"),
         bench_verify(clock, [8192] * 64, "verify, 64 x 8192, L2 flushed"),
         bench_verify(clock, [2048] * 256, "verify, 256 x 2048, L2 flushed"),
+        bench_gather(clock, 64 * 8192, "bare gather of 64 x 8192 records, L2 flushed"),
         *bench_folds(clock),
     ]
     print_table(rows, copy)

@@ -52,14 +52,14 @@ class Clock:
             torch.cuda._sleep(_IDLE_CYCLES)
 
 
-def time_host(work: Callable[[], None], repetitions: int = 300) -> float:
-    """Median microseconds of host time that one call of ``work`` takes; the device is given time to keep up."""
+def time_host(work: Callable[[], None], rounds: int = 15, calls: int = 50) -> float:
+    """Microseconds of host time that one call of ``work`` takes: the median of rounds that do not fill the queue."""
     times = []
-    for index in range(repetitions):
-        if index % 16 == 0:
-            torch.cuda.synchronize()
+    for _ in range(rounds):
+        torch.cuda.synchronize()
         start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
+        for _ in range(calls):
+            work()
+        times.append((time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
     return statistics.median(times) * 1e6

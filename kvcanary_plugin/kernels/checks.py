@@ -1,4 +1,4 @@
-"""Refuse tensors that a kernel would misread. Everything here is looked up on the host; no value is read from a device."""
+"""Refuse tensors that a kernel would misread. All of it is looked up on the host; no value is read from a device."""
 
 from __future__ import annotations
 

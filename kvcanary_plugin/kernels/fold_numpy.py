@@ -7,6 +7,7 @@ import torch
 
 from ..pool_patcher.sources import SourceTable
 from . import record as r
+from .fold_reference import BLOCK_WORDS
 from .mixing import as_array, mix_array_
 
 
@@ -14,12 +15,13 @@ def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor,
     """See :func:`.fold_reference.fold_slots`."""
     chosen, digests, locators = as_array(slots), as_array(digest), as_array(locator)
     keys = as_array(table.keys).view(np.uint64)
-    scratch = as_array(table.scratch).view(np.uint64)
     digests[:] = 0
     locators[:] = 0
     for first, last, width in table.runs:
-        slots_a_block = max(1, min(len(chosen), table.block_words // width))
-        sources_a_block = max(1, table.block_words // (width * slots_a_block))
+        slots_a_block = max(1, min(len(chosen), BLOCK_WORDS // width))
+        sources_a_block = max(1, min(last - first, BLOCK_WORDS // (width * slots_a_block)))
+        # Nothing of this stays resident: a block is small enough for the allocator to hand out the same memory again.
+        scratch = np.empty((2, sources_a_block * slots_a_block * width), dtype=np.uint64)
         for start in range(0, len(chosen), slots_a_block):
             picked = chosen[start : start + slots_a_block]
             for source in range(first, last, sources_a_block):

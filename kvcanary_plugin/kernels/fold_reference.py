@@ -12,6 +12,8 @@ import torch
 from . import record as r
 from .mixing import mix_
 
+BLOCK_WORDS = 1 << 14  # 128 KiB, and as much again for intermediate results: within the cache of one core
+
 if TYPE_CHECKING:
     from ..pool_patcher.sources import SourceTable
 
@@ -20,7 +22,7 @@ def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor,
     """Fold every byte of every source of ``slots``.
 
     Args:
-        table: the sources of one pool, with their keys and scratch.
+        table: the sources of one pool, with their keys.
         slots: int64 (n,), each within [0, table.slot_count).
         digest: int64 (n,), out. Sum over sources b and words j of ``mix(word XOR key(b, j))``.
         locator: int64 (n,), out. Sum over b of ``(2b + 1)`` times the part of source b in the digest.
@@ -29,17 +31,17 @@ def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor,
     locator.zero_()
     n = slots.numel()
     for first, last, width in table.runs:
-        slots_a_block = max(1, min(n, table.block_words // width))
-        sources_a_block = max(1, table.block_words // (width * slots_a_block))
+        slots_a_block = max(1, min(n, BLOCK_WORDS // width))
+        sources_a_block = max(1, BLOCK_WORDS // (width * slots_a_block))
         for start in range(0, n, slots_a_block):
             chosen = slots[start : start + slots_a_block]
             for source in range(first, last, sources_a_block):
                 stop = min(source + sources_a_block, last)
-                words, scratch = table.scratch_of(stop - source, chosen.numel(), width)
+                words = torch.empty((stop - source, chosen.numel(), width), dtype=torch.int64, device=slots.device)
                 for index in range(source, stop):
                     table.sources[index].gather_words(chosen, out=words[index - source])
                 words.bitwise_xor_(table.keys[source:stop, None, :width])
-                parts = mix_(words, scratch).sum(2)
+                parts = mix_(words, torch.empty_like(words)).sum(2)
                 digest[start : start + slots_a_block] += parts.sum(0)
                 locator[start : start + slots_a_block] += parts.mul_(table.weights[source:stop, None]).sum(0)
 

@@ -1,10 +1,11 @@
 """Digest and locator of chosen slots over all sources.
 
-A program folds one slot over all sources, or over some of them where there are few slots: then the programs of a slot add
-their sums up in scratch memory and the last one to arrive finishes it. What bounds it is memory bandwidth, or for few slots
-the latency of three dependent reads.
+A program folds one slot over all sources, or over some of them where there are few slots: then the programs of a slot
+add their sums up in scratch memory and the last one to arrive finishes it. What bounds it is memory bandwidth, or for
+few slots the latency of dependent reads and additions.
 
-Rows and words past the last one are loaded as zero with a zero key, and ``mix(0)`` is 0: they need no mask of their own.
+Rows and words past the last one are loaded as zero with a zero key, and ``mix(0)`` is 0: they need no mask of their
+own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ import triton.language as tl
 
 from . import record as r
 from .launch import block_of, jit, launch
-from .mixing_triton import CHAIN as _CHAIN
-from .mixing_triton import DIGEST, IDENTITY, LIVE_BIT, LOCATOR, POSITION_MASK, RECORD_WORDS, append_rows, mix
+from .mixing_triton import (
+    CHAIN,
+    DIGEST,
+    IDENTITY,
+    LIVE_BIT,
+    LOCATOR,
+    POSITION_MASK,
+    RECORD_WORDS,
+    append_rows,
+    mix,
+)
 from .pointers import pointers_of
 from .violations import ViolationBuffer
 
@@ -72,16 +82,20 @@ def _is_listed(slots_ptr, n, slot):
 
 @jit
 def _fold(
-    places_ptr, keys_ptr, sources: tl.int64, page_stride: tl.int64, slot_stride: tl.int64, slots_ptr,
-    n: tl.int64, start: tl.int64, records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr, sums_ptr, sums_stride: tl.int64, arrivals_ptr, parts: tl.int64, awaited: tl.int64,
+    places_ptr, keys_ptr, sources: tl.int64, page_stride: tl.int64, slot_stride: tl.int64,
+    slots_ptr, n: tl.int64, start_ptr, start: tl.int64, records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr,
+    sums_ptr, sums_stride: tl.int64, arrivals_ptr, parts: tl.int64, awaited: tl.int64,
     writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr, violation_capacity: tl.int64,
     survivors_ptr, poison: tl.int64,
-    MODE: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr, READ_BYTES: tl.constexpr, WORDS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr, START_LOADED: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr,
+    READ_BYTES: tl.constexpr, WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0).to(tl.int64) % parts
     listed = item < n
+    if START_LOADED:
+        start = tl.load(start_ptr)
     slot = tl.load(slots_ptr + item, mask=listed, other=start + item - n)
     wanted = (slot >= 0) & (slot < slot_count)
     record = records_ptr + slot * RECORD_WORDS
@@ -127,9 +141,10 @@ def _fold(
         finishes = wanted & (tl.atomic_add(arrivals_ptr + item, 1, mask=wanted) == awaited - 1)
     if finishes:
         if SHARED:
-            digest = tl.atomic_xchg(sums_ptr + item, tl.zeros_like(digest))
-            locator = tl.atomic_xchg(sums_ptr + sums_stride + item, tl.zeros_like(locator))
-            tl.atomic_xchg(arrivals_ptr + item, 0)
+            # Relaxed, so that they overlap: the arrival has already put every addition before them.
+            digest = tl.atomic_xchg(sums_ptr + item, tl.zeros_like(digest), sem="relaxed")
+            locator = tl.atomic_xchg(sums_ptr + sums_stride + item, tl.zeros_like(locator), sem="relaxed")
+            tl.atomic_xchg(arrivals_ptr + item, 0, sem="relaxed")
         if compares:
             kept_digest = tl.load(record + DIGEST)
             kept_locator = tl.load(record + LOCATOR)
@@ -140,7 +155,7 @@ def _fold(
                 append_rows(
                     violations_ptr, violation_count_ptr, violation_capacity, bad, _CONTENT,
                     tl.where(listed, request, -1), (identity >> 32) & POSITION_MASK, slot, identity,
-                    tl.load(record + _CHAIN), kept_digest, kept_locator, digest, locator, tl.load(writers_ptr + slot),
+                    tl.load(record + CHAIN), kept_digest, kept_locator, digest, locator, tl.load(writers_ptr + slot),
                 )  # fmt: skip
         elif MODE == _SEAL:
             tl.store(record + DIGEST, digest)
@@ -155,7 +170,7 @@ def launch_fold(
     *,
     table: SourceTable,
     slots: torch.Tensor | None = None,
-    start: int = 0,
+    start: int | torch.Tensor = 0,
     count: int = 0,
     records: torch.Tensor,
     digest: torch.Tensor | None = None,
@@ -171,13 +186,14 @@ def launch_fold(
 
     Args:
         slots: int64 (n,), or None for none.
+        start: a number, or an int64 tensor (1,) on the device.
         digest, locator: int64 (n,), out, where the mode is OUTPUT.
         records: int64 (slot_count, RECORD_WORDS).
         writers, violations: where anything is compared.
         request: said in violations of listed slots.
         survivors, poison: see :func:`fold_reference.seal_slots`.
-        tuning: words of all rows that a program takes at once, words of one row, both powers of two, warps, and programs that
-            share a slot; chosen by size if None.
+        tuning: words of all rows that a program takes at once, words of one row, both powers of two, warps, and
+            programs that share a slot; chosen by size if None.
     """
     n = 0 if slots is None else slots.shape[0]
     items = n + count
@@ -188,7 +204,7 @@ def launch_fold(
     elif items > _FEW_SLOTS:
         shape = (512, 128, 4)
     else:
-        shape = (512, 128, 8)
+        shape = (256, 128, 4)
     tile, widest, warps = shape if tuning is None else tuning[:3]
     parts = max(1, _FEW_SLOTS // items) if tuning is None else tuning[3]
     pointers = pointers_of(table)
@@ -209,7 +225,8 @@ def launch_fold(
                 group.slot_stride,
                 unused if slots is None else slots,
                 n,
-                start,
+                unused if isinstance(start, int) else start,
+                start if isinstance(start, int) else 0,
                 records,
                 table.slot_count,
                 unused if digest is None else digest,
@@ -229,6 +246,7 @@ def launch_fold(
             ),
             (
                 mode,
+                not isinstance(start, int),
                 awaited > 1,
                 survivors is not None,
                 group.read_bytes,

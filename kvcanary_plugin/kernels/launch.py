@@ -1,7 +1,8 @@
 """Launch Triton kernels for less host time than ``kernel[grid](...)`` takes.
 
-That call binds, specialises and looks up anew each time. Here the compiled kernel is kept per set of constants, which is
-sound because no run-time argument is specialised: integers are declared 64-bit and pointers are not assumed aligned.
+That call binds, specialises and looks up anew each time. Here the compiled kernel is kept per set of constants and
+dtypes. That is sound because no run-time argument is specialised: integers are declared 64-bit and pointers are not
+assumed aligned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ def launch(
     constants: tuple[Any, ...],
     *,
     device: torch.device,
-    dtypes: tuple[torch.dtype, ...] = (),
     warps: int = 4,
 ) -> None:
     """Run ``programs`` instances of a kernel on the current stream of ``device``, which must be the current device.
@@ -43,20 +43,18 @@ def launch(
         programs: size of the one-dimensional grid.
         arguments: run-time arguments, in order.
         constants: the constexpr parameters that follow them, in order.
-        dtypes: of those arguments whose dtype may differ from one call to the next.
         warps: per program.
     """
     if not isinstance(kernel, JITFunction):  # interpreted, or wrapped by a tool
         kernel[(programs,)](*arguments, *constants, num_warps=warps)
         return
-    key = (kernel, constants, device.index, dtypes, warps)
+    key = (kernel, constants, device.index, warps, *[a.dtype for a in arguments if type(a) is not int])
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=warps)
         return
     # Addresses rather than tensors: the launcher would ask the driver about each tensor's memory.
-    plain = [argument if type(argument) is int else argument.data_ptr() for argument in arguments]
-    compiled[(programs, 1, 1)](*plain, *constants)
+    compiled[programs, 1, 1](*[a if type(a) is int else a.data_ptr() for a in arguments], *constants)
 
 
 def block_of(count: int, least: int, most: int) -> int:

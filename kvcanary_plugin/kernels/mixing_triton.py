@@ -50,12 +50,12 @@ def mix(words):
 @triton.jit
 def find_owner(offsets_ptr, rows_ptr, bs, program, BLOCK: tl.constexpr, REQUESTS: tl.constexpr):
     """The request that a program works for, where request i has the programs from ``offsets[i] // BLOCK + i`` to
-    ``offsets[i + 1] // BLOCK + i``. That is enough for BLOCK elements each, takes no sum over the requests before, and makes
-    ``total // BLOCK + bs`` programs in all. The last one of a request may find nothing to do.
+    ``offsets[i + 1] // BLOCK + i``. That is enough for BLOCK elements each, takes no sum over the requests before, and
+    makes ``total // BLOCK + bs`` programs in all. The last one of a request may find nothing to do.
 
     Returns:
-        int64 scalars: index of the request, within [0, bs); its row; where its elements begin and end; and the first element
-        of this program.
+        int64 scalars: index of the request, within [0, bs); its row; where its elements begin and end; and the first
+        element of this program.
     """
     low = tl.zeros((), tl.int64)
     high = low + bs

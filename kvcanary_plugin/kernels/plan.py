@@ -32,29 +32,29 @@ def launch_plan_offsets_kernel(
 ) -> None:
     """Lay out what a batch reads and stores, for a batch of any size, without waiting for the device.
 
-    A request on row 0 is padding and contributes nothing. Neither does one on a row outside the table: it is reported to
-    ``violations`` and nothing behind it is followed. Negative lengths count as none.
+    A request on row 0 is padding and contributes nothing. Neither does one on a row outside the table: it is reported
+    to ``violations`` and nothing behind it is followed. Negative lengths count as none.
 
     Args:
         req_pool_indices, prefix_lens, extend_seq_lens: int64 (bs,). Row, positions before the new tokens, new tokens.
         req_to_token: int32 (row_count, context), contiguous.
         out_verify_offsets_scratch: int64 (>= bs + 1,). CSR of positions to verify; beyond bs + 1 untouched.
         out_write_offsets: int64 (write_req_capacity + 1,). CSR of new tokens, first 0; requests past bs are empty.
-        out_write_seed_slot_indices: int64 (write_req_capacity,). Slot whose chain the new tokens continue, as it stands in
-            req_to_token or the mapping; -1 where there is none. Not followed here, so not checked either.
+        out_write_seed_slot_indices: int64 (write_req_capacity,). Slot whose chain the new tokens continue, as it stands
+            in req_to_token or the mapping; -1 where there is none. Not followed here, so not checked either.
         out_verify_num_valid: int32 (1,). Positions to verify, at most ``verify_capacity``.
         out_verify_enable: int32 (1,). 0 where there are more than ``verify_capacity``, else 1.
         out_write_num_valid_reqs: int32 (1,). bs.
         verify_capacity: most positions to verify.
         full_to_swa_index_mapping: int64 (n,), or None. Translates seed slots to those of a sliding-window pool.
         swa_window_size: positions a sliding window verifies; 0 for all.
-        bs, write_offsets_len, write_req_capacity, req_to_token_stride0: what the caller believes the tensors to have, for
-            callers that baked these numbers in; each is compared with the tensor.
+        bs, write_offsets_len, write_req_capacity, req_to_token_stride0: what the caller believes the tensors to have,
+            for callers that baked these numbers in; each is compared with the tensor.
         violations: where rows outside the table are reported.
 
     Raises:
-        ValueError: a tensor has another dimension, dtype, length, device or stride than said above, or the numbers do not
-            agree. Values on the device are never looked at.
+        ValueError: a tensor has another dimension, dtype, length, device or stride than said above, or the numbers do
+            not agree. Values on the device are never looked at.
     """
     bs = int(req_pool_indices.shape[0]) if bs is None and req_pool_indices.ndim else bs or 0
     written = out_write_offsets.numel() if write_offsets_len is None else write_offsets_len

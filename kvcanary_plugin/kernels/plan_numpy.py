@@ -19,4 +19,4 @@ def plan_offsets(
     for lengths, offsets in ((prefix_lens, verify_offsets), (write_lens, write_offsets)):
         out = as_array(offsets)
         out[0] = 0
-        np.cumsum(np.maximum(as_array(lengths), 0), out=out[1:])
+        np.maximum(as_array(lengths), 0).cumsum(out=out[1:])

@@ -76,7 +76,11 @@ def plan_batch(
     out_write_seed_slot_indices[:bs] = torch.where(has_seed, seeds, NO_SEED)
     if violations is not None:
         request = torch.arange(bs, device=req_pool_indices.device)
-        columns = {r.ROW_KIND: int(r.Kind.ROW_RANGE), r.ROW_REQUEST: request, r.ROW_SLOT: req_pool_indices}
+        columns: dict[int, torch.Tensor | int] = {
+            r.ROW_KIND: int(r.Kind.ROW_RANGE),
+            r.ROW_REQUEST: request,
+            r.ROW_SLOT: req_pool_indices,
+        }
         violations.append(row_bad, columns)
 
 

@@ -16,7 +16,9 @@ _NO_SEED = tl.constexpr(NO_SEED)
 
 
 @jit
-def _plan_offsets(prefix_lens_ptr, write_lens_ptr, verify_offsets_ptr, write_offsets_ptr, bs: tl.int64, BLOCK: tl.constexpr):
+def _plan_offsets(
+    prefix_lens_ptr, write_lens_ptr, verify_offsets_ptr, write_offsets_ptr, bs: tl.int64, BLOCK: tl.constexpr
+):
     reads_before = tl.zeros((), tl.int64)
     writes_before = tl.zeros((), tl.int64)
     tl.store(verify_offsets_ptr, reads_before)
@@ -67,7 +69,7 @@ def _plan_batch(
             known = has_seed & (seed >= 0) & (seed < mapping_len)
             seed = tl.load(mapping_ptr + seed, mask=known, other=_NO_SEED)
         tl.store(seeds_ptr + i, seed, mask=i < write_capacity)
-        if REPORTS:
+        if REPORTS:  # noqa: SIM102 - settled when the kernel is compiled
             if tl.max((row_bad & inside).to(tl.int32), 0) > 0:
                 append_rows(
                     violations_ptr, violation_count_ptr, violation_capacity, row_bad & inside,
@@ -143,6 +145,11 @@ def plan_batch(
             req_to_token.stride(0),
             0 if violations is None else violations.capacity,
         ),
-        (block_of(capacity, 64, 1024), swa_window_size > 0, full_to_swa_index_mapping is not None, violations is not None),
+        (
+            block_of(capacity, 64, 1024),
+            swa_window_size > 0,
+            full_to_swa_index_mapping is not None,
+            violations is not None,
+        ),
         device=req_to_token.device,
     )

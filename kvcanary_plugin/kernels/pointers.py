@@ -1,4 +1,4 @@
-"""Where the bytes of a table's sources lie, as numbers a kernel can follow. Built once per table and kept as long as it."""
+"""Where the bytes of a table's sources lie, as numbers a kernel can follow. Built once per table."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SourceGroup:
 
     Attributes:
         places: int64 (count, 2): address of slot 0, and index b.
-        keys: int64 (count, words, rounded up to even), the fold keys of these sources; even, so that pairs can be loaded.
+        keys: int64 (count, words rounded up to even), the fold keys of these sources; even, so that pairs are loaded.
         read_bytes: bytes of a row.
         page_size: slots a page.
         page_stride, slot_stride: bytes from page to page, and within a page from slot to slot.
-        unit: largest power of two, up to 16, that divides every address, stride and width; rows are loaded in such units.
+        unit: largest power of two, up to 16, that divides every address, stride and width; rows are loaded in such.
     """
 
     places: torch.Tensor

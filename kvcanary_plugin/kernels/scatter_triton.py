@@ -16,9 +16,7 @@ def _scatter(
     flat_ptr, offsets_ptr, rows_ptr, out_ptr, total: tl.int64, bs: tl.int64, row_count: tl.int64, row_length: tl.int64,
     row_stride: tl.int64, BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    _, row, begin, end, first = find_owner(
-        offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS
-    )
+    _, row, begin, end, first = find_owner(offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS)
     t = first + tl.arange(0, BLOCK)
     sound = (begin >= 0) & (end <= total) & (end - begin <= row_length) & (row >= 0) & (row < row_count)
     inside = sound & (t < end)

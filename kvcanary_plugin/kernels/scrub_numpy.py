@@ -54,16 +54,15 @@ def seal_and_scrub(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`.scrub_reference.seal_and_scrub`."""
-    size, n = records.shape[0], slots.numel()
-    stop = min(start + count, size)
-    chosen = torch.empty(n + stop - start, dtype=torch.int64)
-    ids = as_array(chosen)
-    ids[:n] = as_array(slots)
-    ids[:n][(ids[:n] < 0) | (ids[:n] >= size)] = 0
-    ids[n:] = np.arange(start, stop)
-    found = torch.empty((2, len(ids)), dtype=torch.int64)
+    kept, new = as_array(records), as_array(slots)
+    n = len(new)
+    if n and new.view(np.uint64).max() >= len(kept):
+        new = np.where((new < 0) | (new >= len(kept)), 0, new)
+    live = np.flatnonzero(kept[start : start + count, r.IDENTITY] & r.LIVE_BIT) + start
+    chosen = torch.from_numpy(np.concatenate((new, live)))
+    found = torch.empty((2, n + len(live)), dtype=torch.int64)
     fold_slots(table, chosen, digest=found[0], locator=found[1])
-    as_array(records)[ids[:n], r.DIGEST : r.LOCATOR + 1] = as_array(found)[:, :n].T
+    kept[new, r.DIGEST : r.LOCATOR + 1] = as_array(found)[:, :n].T
     _compare(records, writers, chosen[n:], found[:, n:], -1, violations)
 
 

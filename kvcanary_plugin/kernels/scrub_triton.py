@@ -39,9 +39,7 @@ def scrub_range(
 ) -> None:
     """See :func:`scrub_reference.scrub_range`."""
     count = max(0, min(count, records.shape[0] - start))
-    launch_fold(
-        COMPARE, table=table, start=start, count=count, records=records, writers=writers, violations=violations
-    )
+    launch_fold(COMPARE, table=table, start=start, count=count, records=records, writers=writers, violations=violations)
 
 
 def seal_and_scrub(
@@ -50,12 +48,16 @@ def seal_and_scrub(
     writers: torch.Tensor,
     table: SourceTable,
     slots: torch.Tensor,
-    start: int,
+    start: int | torch.Tensor,
     count: int,
     violations: ViolationBuffer,
 ) -> None:
-    """See :func:`scrub_reference.seal_and_scrub`."""
-    count = max(0, min(count, records.shape[0] - start))
+    """See :func:`scrub_reference.seal_and_scrub`.
+
+    ``start`` may be an int64 tensor (1,) on the device, so that a captured launch serves every step.
+    """
+    if isinstance(start, int):
+        count = max(0, min(count, records.shape[0] - start))
     launch_fold(
         SEAL,
         table=table,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from . import record as r
-from .mixing import POSITION_SHIFT, as_array, mix_array
+from .mixing import POSITION_SHIFT, as_array, mix_array_
 from .verify_reference import verify_prefixes as verify_and_report
 from .violations import ViolationBuffer
 
@@ -47,10 +47,12 @@ def verify_prefixes(
         nonempty = np.flatnonzero(lengths)
         before[starts[:-1][nonempty]] = anchor[nonempty]
         place = (r.LIVE - starts[:-1])[request] + index
-        mixed = mix_array((identity & r.MIX_INPUT_MASK).view(np.uint64)).view(np.int64)
+        words = (identity & r.MIX_INPUT_MASK).view(np.uint64)
+        mixed = mix_array_(words, np.empty_like(words)).view(np.int64)
         bad = slots != inside
         bad |= (identity >> POSITION_SHIFT) != place
-        bad |= mixed + before != chain
+        mixed += before
+        bad |= mixed != chain
         ends = starts[1:][nonempty] - 1
         if not bad.any() and np.array_equal(chain[ends], end_point[nonempty]):
             return

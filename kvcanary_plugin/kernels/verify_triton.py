@@ -1,7 +1,7 @@
 """Check every slot a forward is about to read, straight from the request rows: no list of entries is ever made.
 
-What bounds it is the latency of a chain of dependent reads, offsets, row, slot id, record, so a program does as little else
-as it can: it works for one request, and everything that is the same for all of its positions is a scalar.
+What bounds it is the latency of dependent reads, offsets and row, slot id, record, and then random 32-byte reads. So
+a program does as little else as it can: it works for one request, and what is the same for all positions is a scalar.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def verify_prefixes(
         return
     bs = rows.shape[0]
     if block is None:
-        block = 128
+        block = 256
     launch(
         _verify_prefixes,
         total // block + bs,

@@ -1,4 +1,4 @@
-"""A bounded buffer of raw violation rows on the device. It counts all, keeps the first ``capacity``, and is reusable."""
+"""A bounded, reusable buffer of raw violation rows on the device. It counts all and keeps the first ``capacity``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ViolationBuffer:
 
     Attributes:
         capacity: rows kept; those that find no room are counted all the same.
-        block: int64 (1 + capacity, ROW_COLUMNS), contiguous: the count in its first element, then ``rows``. A host drains
-            the buffer in one copy of it.
+        block: int64 (1 + capacity, ROW_COLUMNS), contiguous: the count in its first element, then ``rows``. A host
+            drains the buffer in one copy of it.
         rows: int64 (capacity, ROW_COLUMNS), part of ``block``. Only the first ``min(count, capacity)`` mean something.
         count: int64 (1,), part of ``block``: every violation appended since the last reset, kept or not.
     """

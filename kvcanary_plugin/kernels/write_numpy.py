@@ -30,7 +30,8 @@ def write_chain(
     n = len(target)
     if n == 0:
         return
-    if target.min() < first_slot or target.max() >= len(records):
+    # Seen as unsigned, an id below the first slot lies far above the last one.
+    if (target.view(np.uint64) - np.uint64(first_slot)).max() >= len(records) - first_slot:
         write_and_report(
             records=records,
             writers=writers,
@@ -45,12 +46,20 @@ def write_chain(
             violations=violations,
         )
         return
-    kept, starts = as_array(records), as_array(offsets)
-    request = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
-    positions = (as_array(prefix_lens) - starts[:-1])[request] + np.arange(n)
-    words = (as_array(tokens) & r.TOKEN_MASK) | positions << POSITION_SHIFT
-    sums = np.zeros(n + 1, dtype=np.int64)
-    np.cumsum(mix_array(words.view(np.uint64)).view(np.int64), out=sums[1:])
-    kept[target, r.CHAIN] = sums[1:] + (as_array(seeds) - sums[starts[:-1]])[request]
+    kept, starts, seed = as_array(records), as_array(offsets), as_array(seeds)
+    stamps = (as_array(rows) & r.WRITER_ROW_MASK) | step << r.WRITER_ROW_BITS
+    lengths = starts[1:] - starts[:-1]
+    words = as_array(tokens) & r.TOKEN_MASK
+    if n == len(lengths) and lengths.min() == 1:  # a decode step: nothing to spread over spans
+        words |= as_array(prefix_lens) << POSITION_SHIFT
+        chain = mix_array(words.view(np.uint64)).view(np.int64) + seed
+    else:
+        request = np.repeat(np.arange(len(lengths)), lengths)
+        words |= (as_array(prefix_lens) - starts[:-1])[request] + np.arange(n) << POSITION_SHIFT
+        sums = np.zeros(n + 1, dtype=np.int64)
+        np.cumsum(mix_array(words.view(np.uint64)).view(np.int64), out=sums[1:])
+        chain = sums[1:] + (seed - sums[starts[:-1]])[request]
+        stamps = stamps[request]
+    kept[target, r.CHAIN] = chain
     kept[target, r.IDENTITY] = words | r.LIVE_BIT
-    as_array(writers)[target] = ((as_array(rows) & r.WRITER_ROW_MASK) | step << r.WRITER_ROW_BITS)[request]
+    as_array(writers)[target] = stamps

@@ -33,7 +33,8 @@ _WRITER_ROW_BITS = tl.constexpr(r.WRITER_ROW_BITS)
 def _write_chain(
     records_ptr, writers_ptr, slots_ptr, tokens_ptr, rows_ptr, prefix_lens_ptr, offsets_ptr, seeds_ptr,
     violations_ptr, violation_count_ptr, n: tl.int64, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
-    step: tl.int64, violation_capacity: tl.int64, BLOCK: tl.constexpr, EARLIER: tl.constexpr, REQUESTS: tl.constexpr,
+    step_ptr, step: tl.int64, violation_capacity: tl.int64,
+    STEP_LOADED: tl.constexpr, BLOCK: tl.constexpr, EARLIER: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     request, row, begin, end, first = find_owner(
         offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS
@@ -63,6 +64,8 @@ def _write_chain(
     record = records_ptr + slot * RECORD_WORDS
     tl.store(record + CHAIN, chain, mask=sound)
     tl.store(record + IDENTITY, word, mask=sound)
+    if STEP_LOADED:
+        step = tl.load(step_ptr)
     tl.store(writers_ptr + slot, (row & _WRITER_ROW_MASK) | (step << _WRITER_ROW_BITS), mask=sound)
     if tl.max(outside.to(tl.int32), 0) > 0:
         append_rows(
@@ -81,7 +84,7 @@ def write_chain(
     prefix_lens: torch.Tensor,
     offsets: torch.Tensor,
     seeds: torch.Tensor,
-    step: int,
+    step: int | torch.Tensor,
     first_slot: int,
     violations: ViolationBuffer,
     block: int | None = None,
@@ -90,16 +93,17 @@ def write_chain(
 ) -> None:
     """See :func:`write_reference.write_chain`.
 
-    ``block`` and ``earlier`` are powers of two, the tokens that a program writes and those of earlier programs that it takes
-    at once; they and ``warps`` are chosen by size if None.
+    ``step`` may be an int64 tensor (1,) on the device, so that a captured launch serves every step.
+    ``block`` and ``earlier`` are powers of two, the tokens that a program writes and those of earlier programs that it
+    takes at once; they and ``warps`` are chosen by size if None.
     """
     n, bs = slots.shape[0], rows.shape[0]
     if n == 0:
         return
     if block is None:
-        block = 64 if n <= bs else 128 if n <= 16384 else 1024
+        block = 32 if n <= bs else 128 if n <= 16384 else 1024
     if earlier is None:
-        earlier = 1024 if n <= 16384 else 8192
+        earlier = 32 if n <= bs else 1024 if n <= 16384 else 8192
     launch(
         _write_chain,
         n // block + bs,
@@ -118,10 +122,11 @@ def write_chain(
             bs,
             records.shape[0],
             first_slot,
-            step,
+            offsets if isinstance(step, int) else step,
+            step if isinstance(step, int) else 0,
             violations.capacity,
         ),
-        (block, earlier, block_of(bs, 16, 256)),
+        (not isinstance(step, int), block, earlier, block_of(bs, 16, 256)),
         device=records.device,
         warps=warps or (1 if n <= bs else 8),
     )

@@ -15,9 +15,6 @@ from ..kernels.mixing import make_keys
 
 PARTIAL_READ_ALIGN_BYTES = 16
 WORD_BYTES = 8
-SIDE_BYTES_PER_SLOT = 23
-MIN_BLOCK_WORDS = 256
-MAX_BLOCK_WORDS = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ def _view_words(rows: torch.Tensor) -> torch.Tensor | None:
 
 
 class SourceTable:
-    """All sources of one pool in a fixed order, with the fold keys, weights and scratch that belong to them.
+    """All sources of one pool in a fixed order, with the fold keys and weights that belong to them.
 
     Attributes:
         sources: source b of the digest is ``sources[b]``.
@@ -174,8 +171,6 @@ class SourceTable:
         bytes_per_slot: bytes folded per slot.
         keys: int64 (source_count, most words of a source).
         weights: int64 (source_count,), 2b + 1.
-        block_words: words of one block of the scratch.
-        scratch: int64 (2, block_words), overwritten by every fold.
         arrays: on a CPU, the words of each source as numpy uint64 over the same memory; None elsewhere.
         runs: (first, last + 1, word_count) of neighbouring sources of equal width.
     """
@@ -194,11 +189,6 @@ class SourceTable:
         self.keys = make_keys(len(self.sources), widest, device)
         self.weights = torch.arange(len(self.sources), device=device) * 2 + 1
         self.runs = self._find_runs()
-        # Keys and scratch together stay within 24 bytes a slot, so that with the records everything resident stays
-        # within 64, on small pools too.
-        affordable = (SIDE_BYTES_PER_SLOT * slot_count - self.keys.numel() * WORD_BYTES) // (2 * WORD_BYTES)
-        self.block_words = max(min(MAX_BLOCK_WORDS, max(MIN_BLOCK_WORDS, affordable)), widest)
-        self.scratch = torch.empty((2, self.block_words), dtype=torch.int64, device=device)
         self.arrays = tuple(
             None if source.words is None or device.type != "cpu" else source.words.numpy().view(np.uint64)
             for source in self.sources
@@ -213,13 +203,7 @@ class SourceTable:
                 runs.append((index, index + 1, source.word_count))
         return tuple(runs)
 
-    def scratch_of(self, sources: int, slots: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two int64 blocks of shape (sources, slots, words), overwritten by the next call."""
-        size = sources * slots * words
-        shape = (sources, slots, words)
-        return self.scratch[0, :size].view(shape), self.scratch[1, :size].view(shape)
-
     @property
     def resident_bytes(self) -> int:
         """Device bytes this table keeps."""
-        return (self.keys.numel() + self.weights.numel() + self.scratch.numel()) * 8
+        return (self.keys.numel() + self.weights.numel()) * 8

@@ -23,6 +23,7 @@ from ..pool_patcher.adapters import GuardedPool
 from ..pool_patcher.records import ShadowRecords
 from ..report.reporter import Reporter
 from ..report.text import render_line
+from .batch import ANCHORS, CHAINS, WRITE_LENS, BatchBuffers
 from .diagnosis import Diagnosis, RowHistory, refine_chain_rows
 from .scrubber import Scrubber
 from .step import MAX_IN_FLIGHT, Step
@@ -61,9 +62,7 @@ class Guard:
         self._launched: deque[tuple[Any, Step]] = deque()
         self._announced: Step | None = None
         self._released: list[torch.Tensor | None] = []
-        self._batch = torch.zeros((5, 0), dtype=torch.int64, device=device)
-        self._offsets = torch.zeros((2, 1), dtype=torch.int64, device=device)
-        self._snapshot = torch.zeros((2, 0), dtype=torch.int64, device=device)
+        self._batch = BatchBuffers(device)
         self._running: Step | None = None
         self.scrubber: Scrubber | None = None
         if config.has_content and pool.table.sources:
@@ -93,13 +92,13 @@ class Guard:
         step.number = self.forwards
         step.requests, step.rows, step.prefix_lens = list(requests), list(rows), list(prefix_lens)
         step.verify_total, step.write_total = sum(prefix_lens), sum(write_lens)
-        upload = step.reserve(len(requests)).numpy()
         if requests:
             anchors, chains, step.started = self._truth.advance(step.requests, step.rows, step.prefix_lens)
             for index in step.started:
                 self._history.note(step.rows[index], step.number, step.requests[index].rid)
-            upload[0], upload[1], upload[2] = step.rows, step.prefix_lens, write_lens
-            upload[3], upload[4] = anchors.view("int64"), chains.view("int64")
+            upload = step.fields_of(len(requests), self._batch)
+            upload[: WRITE_LENS + 1] = (step.rows, step.prefix_lens, write_lens)
+            upload[ANCHORS], upload[CHAINS] = anchors.view("int64"), chains.view("int64")
         if self.scrubber is not None:
             self.scrubber.observe_forward()
         self._announced = step
@@ -128,24 +127,24 @@ class Guard:
         self._running = step
         if batch_size == 0:
             return
-        _, prefix_lens, write_lens, anchors, chains = self._upload(step)
-        if self._snapshot.shape[1] < written:
-            self._snapshot = self._snapshot.new_zeros((2, 2 * written))
-        self._snapshot[0, :written].copy_(input_ids)
-        self._snapshot[1, :written].copy_(out_cache_loc)
-        if self._offsets.shape[1] <= batch_size:
-            self._offsets = self._offsets.new_zeros((2, 2 * batch_size + 1))
-        verify_offsets, write_offsets = self._offsets[:, : batch_size + 1]
-        self._backend.plan_offsets(prefix_lens, write_lens, verify_offsets=verify_offsets, write_offsets=write_offsets)
+        batch = self._batch.requests_of(batch_size)
+        step.upload(batch)
+        self._batch.snapshot(input_ids, out_cache_loc)
+        self._backend.plan_offsets(
+            batch.prefix_lens,
+            batch.write_lens,
+            verify_offsets=batch.verify_offsets,
+            write_offsets=batch.write_offsets,
+        )
         if "chain" in self.config.checks:
             self._backend.verify_prefixes(
                 records=self.records.hot,
                 writers=self.records.writers,
                 req_to_token=self.pool.req_to_token,
                 rows=req_pool_indices[:batch_size].to(torch.int64),
-                offsets=verify_offsets,
-                anchors=anchors,
-                end_points=chains,
+                offsets=batch.verify_offsets,
+                anchors=batch.anchors,
+                end_points=batch.chains,
                 total=step.verify_total,
                 first_slot=self.records.first_slot,
                 violations=self._buffer,
@@ -164,18 +163,18 @@ class Guard:
         if step is None:
             return
         batch_size, written = len(step.requests), step.write_total
+        tokens, slots = self._batch.stored(written)
         if batch_size:
-            tokens, slots = self._snapshot[:, :written]
-            rows, prefix_lens, _, _, chains = self._batch[:, :batch_size]
+            batch = self._batch.requests_of(batch_size)
             self._backend.write_chain(
                 records=self.records.hot,
                 writers=self.records.writers,
                 slots=slots,
                 tokens=tokens,
-                rows=rows,
-                prefix_lens=prefix_lens,
-                offsets=self._offsets[1, : batch_size + 1],
-                seeds=chains,
+                rows=batch.rows,
+                prefix_lens=batch.prefix_lens,
+                offsets=batch.write_offsets,
+                seeds=batch.chains,
                 step=step.number,
                 first_slot=self.records.first_slot,
                 violations=self._buffer,
@@ -186,7 +185,7 @@ class Guard:
                 records=self.records.hot,
                 writers=self.records.writers,
                 table=self.pool.table,
-                slots=self._snapshot[1, :written],
+                slots=slots,
                 start=start,
                 count=count,
                 violations=self._buffer,
@@ -234,16 +233,6 @@ class Guard:
             if not self._on_host:
                 slots.record_stream(torch.get_device_module(slots.device).current_stream())
         self._released.clear()
-
-    def _upload(self, step: Step) -> torch.Tensor:
-        block = step.reserve(len(step.requests))
-        if self._on_host:
-            self._batch = step.upload
-            return block
-        if self._batch.shape != step.upload.shape:
-            self._batch = torch.zeros_like(step.upload, device=self._buffer.count.device)
-        self._batch.copy_(step.upload, non_blocking=True)
-        return self._batch[:, : len(step.requests)]
 
     def _read_early(self, step: Step) -> None:
         """On a host device the rows of the request are at hand and still what the forward will read: look closer."""

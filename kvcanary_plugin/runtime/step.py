@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kernels import record as r
 from ..kernels.violations import ViolationBuffer
+from .batch import FIELDS, BatchBuffers, Requests
 from .truth import Request
 
 MAX_IN_FLIGHT = 4
@@ -22,7 +25,6 @@ class Step:
         requests, rows, prefix_lens: what the batch held, in its order.
         started: indices of requests seen for the first time.
         verify_total, write_total: positions to be read and tokens to be stored.
-        upload: int64 (5, capacity), pinned: rows, prefix lengths, new tokens, anchors, true prefix hashes.
         early_rows: raw rows that were read before the forward, where that costs nothing.
         early_hidden: violations counted by then that had no room to be described.
         is_open: launched, verdict not read yet.
@@ -40,16 +42,23 @@ class Step:
         self.early_hidden = 0
         self.is_open = False
         self._on_device = buffer.count.device.type != "cpu"
-        self.upload = torch.zeros((5, 0), dtype=torch.int64)
+        self._fields = torch.zeros((FIELDS, 0), dtype=torch.int64)
         self._count = torch.zeros(1, dtype=torch.int64, pin_memory=self._on_device)
         self._rows = torch.zeros((buffer.capacity, r.ROW_COLUMNS), dtype=torch.int64, pin_memory=self._on_device)
         self._copied: Any = torch.get_device_module(buffer.count.device).Event() if self._on_device else None
 
-    def reserve(self, batch_size: int) -> torch.Tensor:
-        """The first ``batch_size`` columns of the upload block, grown where needed."""
-        if self.upload.shape[1] < batch_size:
-            self.upload = torch.zeros((5, 2 * batch_size), dtype=torch.int64, pin_memory=self._on_device)
-        return self.upload[:, :batch_size]
+    def fields_of(self, batch_size: int, batch: BatchBuffers) -> npt.NDArray[np.int64]:
+        """Where the host writes the fields of :mod:`.batch`: int64 (FIELDS, batch_size). On a CPU the batch's own."""
+        if not self._on_device:
+            return batch.requests_of(batch_size).block.numpy()
+        if self._fields.shape[1] < batch_size:
+            self._fields = torch.zeros((FIELDS, 2 * batch_size), dtype=torch.int64, pin_memory=True)
+        return self._fields[:, :batch_size].numpy()
+
+    def upload(self, batch: Requests) -> None:
+        """Copy the fields to the device, in stream order."""
+        if self._on_device:
+            batch.block.copy_(self._fields[:, : batch.block.shape[1]], non_blocking=True)
 
     def keep_verdict(self, buffer: ViolationBuffer) -> None:
         """Copy what the forward found to the host, in stream order, and make the buffer ready for the next forward."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import GuardError
-from ..kernels.mixing import POSITION_SHIFT, mix_array
+from ..kernels.mixing import POSITION_SHIFT, mix_array, mix_array_
 from ..kernels.record import POSITION_MASK, TOKEN_MASK
 
 
@@ -103,9 +103,9 @@ class TruthTable:
         """
         started = []
         next_rows, next_tokens = [], []
+        owners, have_of = self._owners, self._lengths.item
         for index, (request, row, length) in enumerate(zip(requests, rows, lengths, strict=True)):
-            owner = self._owners[row]
-            have = self._lengths.item(row)
+            owner, have = owners[row], have_of(row)
             if owner is None or owner() is not request or have > length:
                 started.append(index)
                 self._restart(request, row)
@@ -115,12 +115,14 @@ class TruthTable:
                 next_tokens.append(_token_at(request, have))
             elif length > have:
                 self._extend(request, row, have, length)
+        chosen = np.array(rows)
         if next_rows:
-            positions = self._lengths[next_rows].view(np.uint64)
-            words = np.array(next_tokens, dtype=np.int64).view(np.uint64) & np.uint64(TOKEN_MASK)
-            self._chains[next_rows] += mix_array(words | positions << np.uint64(POSITION_SHIFT))
-            self._lengths[next_rows] += 1
-        return self._anchors[rows], self._chains[rows], started
+            moved = chosen if len(next_rows) == len(rows) else np.array(next_rows)
+            positions = self._lengths[moved]
+            words = np.array(next_tokens) & TOKEN_MASK | positions << POSITION_SHIFT
+            self._chains[moved] += mix_array_(words.view(np.uint64), np.empty(len(moved), dtype=np.uint64))
+            self._lengths[moved] = positions + 1
+        return self._anchors[chosen], self._chains[chosen], started
 
     def _extend(self, request: Request, row: int, have: int, length: int) -> None:
         if length > POSITION_MASK:

@@ -1,4 +1,4 @@
-"""The Triton kernels run here twice: interpreted on CPU tensors (``TRITON_INTERPRET=1``) and, with ``-m gpu``, on a GPU."""
+"""The Triton kernels run twice: interpreted on CPU tensors (``TRITON_INTERPRET=1``) and, with ``-m gpu``, on a GPU."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ def random_bytes(*shape: int, device: torch.device, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
 
 
-def make_table(widths: list[int], slot_count: int, device: torch.device, *, apart: int = 0, page_size: int = 1, seed: int = 0):
+def make_table(
+    widths: list[int], slot_count: int, device: torch.device, *, apart: int = 0, page_size: int = 1, seed: int = 0
+):
     """A table with one source for each width in bytes.
 
     Args:
@@ -87,7 +89,9 @@ def make_offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], device=device)
 
 
-def make_batch(lengths: list[int], device: torch.device, *, spare: int = 8, stride: int | None = None, seed: int = 0) -> Batch:
+def make_batch(
+    lengths: list[int], device: torch.device, *, spare: int = 8, stride: int | None = None, seed: int = 0
+) -> Batch:
     """A batch whose request i has ``lengths[i]`` positions in permuted slots, with records made by the reference."""
     generator = torch.Generator().manual_seed(seed)
     total, bs, context = sum(lengths), len(lengths), max([*lengths, 1]) + 3

@@ -1,4 +1,4 @@
-"""Fixed vectors, computed once with plain Python integers: the arithmetic may never change, stored digests depend on it."""
+"""Fixed vectors, computed with plain Python integers: the arithmetic may never change, stored digests depend on it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def make_constant_table(rows: list[bytes], device: torch.device) -> SourceTable:
     """Slot 1 holds the given rows, slots 0 and 2 something else."""
     named = []
     for row in rows:
-        buffer = torch.stack([torch.tensor(list(content), dtype=torch.uint8) for content in (row[::-1], row, row[::-1])])
+        buffer = torch.stack(
+            [torch.tensor(list(content), dtype=torch.uint8) for content in (row[::-1], row, row[::-1])]
+        )
         named.append(((0, "K"), make_row_source(layer_buffer=buffer.to(device), read_bytes=len(row))[0]))
     return SourceTable(named, 3, device)
 

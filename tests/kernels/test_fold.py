@@ -52,9 +52,7 @@ def test_every_split_gives_the_same(device: torch.device, triton_backend: Backen
     expected = fold(REFERENCE, table, slots)
     for _ in range(2):  # the scratch is left zeroed
         sums = random_words(2, 3, device=device, seed=4)
-        launch_fold(
-            OUTPUT, table=table, slots=slots, records=sums, digest=sums[0], locator=sums[1], tuning=tuning
-        )
+        launch_fold(OUTPUT, table=table, slots=slots, records=sums, digest=sums[0], locator=sums[1], tuning=tuning)
         assert torch.equal(sums, expected)
 
 

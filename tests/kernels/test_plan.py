@@ -76,7 +76,9 @@ def test_a_batch_by_hand():
     assert arguments["out_verify_offsets_scratch"].tolist() == [0, 2, 2, 2, 2, -7, -7, -7, -7]
     assert arguments["out_write_offsets"].tolist() == [0, 1, 1, 7, 7, 7, 7]
     assert arguments["out_write_seed_slot_indices"].tolist() == [int(arguments["req_to_token"][3, 1]), *[-1] * 5]
-    assert [int(arguments[f"out_{name}"]) for name in ("verify_num_valid", "verify_enable", "write_num_valid_reqs")] == [1, 0, 4]
+    assert [
+        int(arguments[f"out_{name}"]) for name in ("verify_num_valid", "verify_enable", "write_num_valid_reqs")
+    ] == [1, 0, 4]
 
 
 REFUSALS = [
@@ -102,7 +104,10 @@ REFUSALS = [
     ({"bs": 3}, "kv-canary: req_pool_indices length must be 3, got 4"),
     ({"prefix_lens": torch.zeros(5, dtype=torch.int64)}, "kv-canary: prefix_lens length must be 4, got 5"),
     ({"prefix_lens": torch.zeros(4, 1, dtype=torch.int64)}, "kv-canary: prefix_lens must be 1-D, got shape (4, 1)"),
-    ({"prefix_lens": torch.zeros(8, dtype=torch.int64)[::2]}, "kv-canary: prefix_lens must be contiguous, got strides (2,)"),
+    (
+        {"prefix_lens": torch.zeros(8, dtype=torch.int64)[::2]},
+        "kv-canary: prefix_lens must be contiguous, got strides (2,)",
+    ),
     (
         {"extend_seq_lens": torch.zeros(4, dtype=torch.int32)},
         "kv-canary: extend_seq_lens must have dtype torch.int64, got torch.int32",

@@ -30,9 +30,7 @@ class Pool:
 
     def run(self, operation, **arguments) -> ViolationBuffer:
         violations = poisoned_violations(16, self.records.device)
-        operation(
-            records=self.records, writers=self.writers, table=self.table, violations=violations, **arguments
-        )
+        operation(records=self.records, writers=self.writers, table=self.table, violations=violations, **arguments)
         return violations
 
 
@@ -61,15 +59,17 @@ def test_listed_slots(triton_backend: Backend, pool: Pool, device: torch.device)
     assert [row[:4:3] for row in expected[1]] == [[r.Kind.CONTENT, 5], [r.Kind.CONTENT, 7]]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("count", [0, 20])
-def test_seal_and_scrub(triton_backend: Backend, device: torch.device, count: int):
+def test_seal_and_scrub(triton_backend: Backend, device: torch.device, count: int, on_device: bool):
     """Slots sealed by the same launch are never compared with what they held before."""
     results = []
     for backend in (REFERENCE, triton_backend):
         pool = Pool(device, [64, 13, 64])
         pool.damage(*((0, slot) for slot in range(10, 22)))
         slots = torch.tensor([11, 13, 50, SLOTS, -1], device=device)
-        violations = pool.run(backend.seal_and_scrub, slots=slots, start=10, count=count)
+        start = torch.tensor([10], device=device) if on_device and backend is triton_backend else 10
+        violations = pool.run(backend.seal_and_scrub, slots=slots, start=start, count=count)
         results.append((rows_of(violations), pool.records[1:]))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])

@@ -22,7 +22,9 @@ SHAPES = [
 ]
 
 
-def write(backend: Backend, device: torch.device, lengths: list[int], *, damage: dict[int, int] | None = None, **options):
+def write(
+    backend: Backend, device: torch.device, lengths: list[int], *, damage: dict[int, int] | None = None, **options
+):
     total, bs = sum(lengths), len(lengths)
     slot_count = total + 9
     generator = torch.Generator().manual_seed(total)
@@ -41,10 +43,9 @@ def write(backend: Backend, device: torch.device, lengths: list[int], *, damage:
         prefix_lens=torch.randint(0, 2**27, (bs,), generator=generator).to(device),
         offsets=make_offsets(lengths, device),
         seeds=random_words(bs, device=device, seed=3),
-        step=2**33,
         first_slot=1,
         violations=violations,
-        **options,
+        **{"step": 2**33, **options},
     )
     return records, writers, violations
 
@@ -68,13 +69,21 @@ def test_every_split_gives_the_same(triton_backend: Backend, device: torch.devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[100_000], [1] * 4096, [8192] * 3, [16381, 7] * 5], ids=["long", "many", "wide", "odd"])
+@pytest.mark.parametrize(
+    "lengths", [[100_000], [1] * 4096, [8192] * 3, [16381, 7] * 5], ids=["long", "many", "wide", "odd"]
+)
 def test_large_batches(lengths: list[int]):
     device = torch.device("cuda")
     from kvcanary_plugin.kernels.backend import load_triton
 
     expected, found = write(REFERENCE, device, lengths), write(load_triton(), device, lengths)
     assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_the_step_may_lie_on_the_device(triton_backend: Backend, device: torch.device):
+    expected = write(REFERENCE, device, [3, 2])
+    found = write(triton_backend, device, [3, 2], step=torch.tensor([2**33], device=device))
     assert torch.equal(found[1], expected[1])
 
 

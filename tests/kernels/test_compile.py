@@ -1,0 +1,60 @@
+"""Every kernel compiles for NVIDIA and for AMD GPUs, on a host that has neither. The interpreter does not show that."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from kvcanary_plugin.kernels import (  # noqa: E402
+    fold_triton,
+    plan_triton,
+    scatter_triton,
+    verify_triton,
+    write_triton,
+)
+
+TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
+INT32_POINTERS = {
+    "arrivals_ptr",
+    "out_ptr",
+    "req_to_token_ptr",
+    "verify_count_ptr",
+    "verify_enable_ptr",
+    "write_count_ptr",
+}
+KERNELS = {
+    "plan": (plan_triton._plan_offsets, (64,)),
+    "plan of rows": (plan_triton._plan_batch, (64, True, True, True)),
+    "scatter": (scatter_triton._scatter, (512, 64)),
+    "write": (write_triton._write_chain, (True, 128, 1024, 64)),
+    "verify": (verify_triton._verify_prefixes, (128, 64)),
+    "fold": (fold_triton._fold, (fold_triton.OUTPUT, False, False, False, 2048, 256, 1, 16, 1, 128)),
+    "seal, shared": (fold_triton._fold, (fold_triton.SEAL, True, True, True, 584, 73, 4, 4, 4, 128)),
+    "scrub of bytes": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 13, 2, 3, 1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name: str, target: str):
+    kernel, constants = KERNELS[name]
+    signature, places = {}, []
+    for place, parameter in enumerate(kernel.params):
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            places.append(place)
+        elif parameter.name.endswith("_ptr"):
+            signature[parameter.name] = "*i32" if parameter.name in INT32_POINTERS else "*i64"
+        else:
+            signature[parameter.name] = "i64"
+    constexprs = {(place,): value for place, value in zip(places, constants, strict=True)}
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=TARGETS[target])
+    assert compiled.metadata.target == TARGETS[target]
