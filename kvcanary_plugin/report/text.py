@@ -5,6 +5,13 @@ from __future__ import annotations
 from ..runtime.violation import Violation
 
 RULE = "=" * 78
+MAX_ID_LENGTH = 80
+
+
+def quote(request: str) -> str:
+    """A request id as it may be printed: clients choose it, so control characters are escaped and length is cut."""
+    escaped = request.encode("unicode_escape").decode()
+    return escaped if len(escaped) <= MAX_ID_LENGTH else escaped[:MAX_ID_LENGTH] + "..."
 
 
 def render_place(violation: Violation) -> str:
@@ -24,14 +31,14 @@ def render_reader(violation: Violation) -> str:
     by = {"read": "read by", "start": "matched by", "scrub": "found by", "write": "written by"}[violation.phase]
     if violation.request is None:
         return f"{by} the rotating pass after step {violation.step}"
-    return f"{by} request {violation.request} row {violation.request_row} in step {violation.step}"
+    return f"{by} request {quote(violation.request)} row {violation.request_row} in step {violation.step}"
 
 
 def render_writer(violation: Violation) -> str:
     """Who stored the slot last."""
     if violation.writer is None:
-        return "never written"
-    request = violation.writer.request or "no longer remembered"
+        return "nobody"
+    request = quote(violation.writer.request or "no longer remembered")
     return f"request {request} row {violation.writer.row} in step {violation.writer.step}"
 
 

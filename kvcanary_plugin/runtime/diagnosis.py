@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from ..kernels import record as r
@@ -18,6 +18,7 @@ from .violation import CHECK_OF_KIND, Violation, Writer, locate_source
 
 _U64 = (1 << 64) - 1
 _HISTORY_PER_ROW = 16
+MAX_REFINED = 16
 
 
 class RowHistory:
@@ -140,42 +141,70 @@ class Diagnosis:
         return slot // self._pool.page_size if self._pool.page_size > 1 else None
 
 
+def sort_rows(rows: list[list[int]]) -> list[list[int]]:
+    """Rows as a CPU appends them: by request, then by position, the end point last. A GPU has no order."""
+    return sorted(rows, key=lambda row: (row[r.ROW_REQUEST], row[r.ROW_KIND] == r.Kind.END_POINT, row[r.ROW_POSITION]))
+
+
 def refine_chain_rows(
-    step: Step, rows: list[list[int]], records: ShadowRecords, req_to_token: torch.Tensor
+    step: Step,
+    rows: list[list[int]],
+    records: ShadowRecords,
+    req_to_token: torch.Tensor,
+    scatter: Callable[..., None],
 ) -> list[list[int]]:
-    """Replace link and end-point rows by the places that are wrong, for a device whose memory the host reads directly.
+    """Replace link and end-point rows by the places that are wrong.
 
     A stretch of slots that is consistent in itself breaks a link only where it ends, and a whole such prefix breaks
-    none. So the row of a request with a broken link or end point is compared with its true tokens, and the first slot
-    of each wrong stretch is named. Where every token is right the prefix was made for another identity: position 0 is
-    named.
+    none. So the row of a request with a broken link or end point is compared with a table of its true tokens, and the
+    first slot of each wrong stretch is named. Where every token is right the prefix was made for another identity, and
+    position 0 is named. A row that has changed since it was verified is left as it was described. Waits for the device; runs only when something is wrong.
+
+    Args:
+        step: the forward that found them.
+        rows: raw rows, sorted.
+        records: the shadow records.
+        req_to_token: int32 (row_count, context).
+        scatter: ``scatter_req_token_ids`` of the backend.
     """
-    kept = [row for row in rows if row[r.ROW_KIND] not in (r.Kind.LINK, r.Kind.END_POINT)]
+    loose = (r.Kind.LINK, r.Kind.END_POINT)
+    unreadable = {row[r.ROW_REQUEST] for row in rows if row[r.ROW_KIND] == r.Kind.ROW_RANGE}
+    unclear = sorted({row[r.ROW_REQUEST] for row in rows if row[r.ROW_KIND] in loose} - unreadable)[:MAX_REFINED]
+    kept = [row for row in rows if row[r.ROW_KIND] not in loose or row[r.ROW_REQUEST] not in unclear]
     named = {(row[r.ROW_REQUEST], row[r.ROW_POSITION]) for row in kept}
-    for index in sorted({row[r.ROW_REQUEST] for row in rows} - {row[r.ROW_REQUEST] for row in kept if _is_row(row)}):
-        if all(row[r.ROW_REQUEST] != index for row in rows if row[r.ROW_KIND] in (r.Kind.LINK, r.Kind.END_POINT)):
-            continue
-        length = step.prefix_lens[index]
-        true = np.array(tokens_between(step.requests[index], 0, length), dtype=np.int64) & r.TOKEN_MASK
-        true |= np.arange(length, dtype=np.int64) << POSITION_SHIFT
+    if not unclear:
+        return kept
+
+    device = records.hot.device
+    lengths = [step.prefix_lens[index] for index in unclear]
+    tokens = [
+        token for index, n in zip(unclear, lengths, strict=True) for token in tokens_between(step.requests[index], 0, n)
+    ]
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+    expected = torch.zeros((len(unclear), max(lengths)), dtype=torch.int32, device=device)
+    scatter(torch.tensor(tokens, device=device), offsets, torch.arange(len(unclear), device=device), expected)
+    for line, (index, length) in enumerate(zip(unclear, lengths, strict=True)):
         slots = req_to_token[step.rows[index], :length].to(torch.int64)
         inside = torch.where((slots < 0) | (slots >= records.slot_count), 0, slots)
-        found = records.hot[inside].numpy()
-        wrong = found[:, r.IDENTITY] != (true | r.LIVE_BIT)
-        starts = np.flatnonzero(wrong & ~np.concatenate(([False], wrong[:-1])))
-        kind = r.Kind.LINK if wrong.any() and not wrong.all() else r.Kind.END_POINT
-        for position in starts.tolist() if wrong.any() else [0]:
+        found = records.hot[inside]
+        positions = torch.arange(length, device=device)
+        true = (expected[line, :length].to(torch.int64) & r.TOKEN_MASK) | positions << POSITION_SHIFT | r.LIVE_BIT
+        wrong = found[:, r.IDENTITY] != true
+        first = wrong & ~torch.nn.functional.pad(wrong[:-1], (1, 0))
+        starts = torch.nonzero(first).flatten().tolist()
+        vague = [row for row in rows if row[r.ROW_REQUEST] == index and row[r.ROW_KIND] in loose]
+        if not starts and int(found[-1, r.CHAIN]) != vague[-1][r.ROW_CHAIN]:
+            kept += vague  # the row is not any more what the forward read; what was seen then stands
+            continue
+        kind = r.Kind.LINK if starts and not bool(wrong.all()) else r.Kind.END_POINT
+        for position in starts or [0]:
             if (index, position) not in named:
                 row = [0] * r.ROW_COLUMNS
-                row[r.ROW_KIND], row[r.ROW_REQUEST], row[r.ROW_POSITION] = kind, index, position
+                row[r.ROW_KIND], row[r.ROW_REQUEST], row[r.ROW_POSITION] = int(kind), index, position
                 row[r.ROW_SLOT], row[r.ROW_WRITER] = int(slots[position]), int(records.writers[inside[position]])
                 row[r.ROW_CHAIN], row[r.ROW_IDENTITY] = found[position, [r.CHAIN, r.IDENTITY]].tolist()
                 kept.append(row)
     return kept
-
-
-def _is_row(row: Sequence[int]) -> bool:
-    return row[r.ROW_KIND] == r.Kind.ROW_RANGE
 
 
 def _signed_token(identity: int) -> int:

@@ -23,8 +23,8 @@ from ..pool_patcher.adapters import GuardedPool
 from ..pool_patcher.records import ShadowRecords
 from ..report.reporter import Reporter
 from ..report.text import render_line
-from .batch import ANCHORS, CHAINS, WRITE_LENS, BatchBuffers
-from .diagnosis import Diagnosis, RowHistory, refine_chain_rows
+from .batch import BatchBuffers, fill_fields
+from .diagnosis import Diagnosis, RowHistory, refine_chain_rows, sort_rows
 from .scrubber import Scrubber
 from .step import MAX_IN_FLIGHT, Step
 from .truth import Request, TruthTable
@@ -32,7 +32,8 @@ from .truth import Request, TruthTable
 logger = logging.getLogger("kvcanary")
 
 VIOLATIONS_A_FORWARD = 256
-_CALIBRATION_SLOTS = (8, 136)
+# Far enough apart that the difference is not launches: what it measures is the cost of one more slot.
+_CALIBRATION_SLOTS = {True: (8, 136), False: (2048, 10240)}
 
 
 class Guard:
@@ -96,9 +97,8 @@ class Guard:
             anchors, chains, step.started = self._truth.advance(step.requests, step.rows, step.prefix_lens)
             for index in step.started:
                 self._history.note(step.rows[index], step.number, step.requests[index].rid)
-            upload = step.fields_of(len(requests), self._batch)
-            upload[: WRITE_LENS + 1] = (step.rows, step.prefix_lens, write_lens)
-            upload[ANCHORS], upload[CHAINS] = anchors.view("int64"), chains.view("int64")
+            fields = step.fields_of(len(requests), self._batch)
+            fill_fields(fields, step.rows, step.prefix_lens, list(write_lens), anchors, chains)
         if self.scrubber is not None:
             self.scrubber.observe_forward()
         self._announced = step
@@ -127,15 +127,9 @@ class Guard:
         self._running = step
         if batch_size == 0:
             return
-        batch = self._batch.requests_of(batch_size)
+        batch = self._batch.fields_of(batch_size)
         step.upload(batch)
         self._batch.snapshot(input_ids, out_cache_loc)
-        self._backend.plan_offsets(
-            batch.prefix_lens,
-            batch.write_lens,
-            verify_offsets=batch.verify_offsets,
-            write_offsets=batch.write_offsets,
-        )
         if "chain" in self.config.checks:
             self._backend.verify_prefixes(
                 records=self.records.hot,
@@ -165,7 +159,7 @@ class Guard:
         batch_size, written = len(step.requests), step.write_total
         tokens, slots = self._batch.stored(written)
         if batch_size:
-            batch = self._batch.requests_of(batch_size)
+            batch = self._batch.fields_of(batch_size)
             self._backend.write_chain(
                 records=self.records.hot,
                 writers=self.records.writers,
@@ -235,12 +229,15 @@ class Guard:
         self._released.clear()
 
     def _read_early(self, step: Step) -> None:
-        """On a host device the rows of the request are at hand and still what the forward will read: look closer."""
+        """On a CPU the rows of a request are at hand and still what the forward will read: look closer right away."""
         count = int(self._buffer.count)
         rows = self._buffer.rows[: min(count, self._buffer.capacity)].tolist()
-        step.early_rows = refine_chain_rows(step, rows, self.records, self.pool.req_to_token)
+        step.early_rows = self._refine(step, rows)
         step.early_hidden = count - len(rows)
         self._buffer.reset()
+
+    def _refine(self, step: Step, rows: list[list[int]]) -> list[list[int]]:
+        return refine_chain_rows(step, rows, self.records, self.pool.req_to_token, self._backend.scatter_req_token_ids)
 
     def _check_content(self, slots: torch.Tensor, index: int) -> None:
         self._backend.check_slots(
@@ -256,9 +253,12 @@ class Guard:
         count, rows = step.read_verdict()
         if not count:
             return
+        if not self._on_host:
+            # Only to name a place: what the rows said when they were verified decides, not what they say now.
+            rows = self._refine(step, sort_rows(rows))
         fresh = self._reporter.report(self._diagnosis.explain(step, rows))
-        if count > len(rows):
-            self._reporter.count_unlisted(count - len(rows), step.number)
+        if step.hidden:
+            self._reporter.count_unlisted(step.hidden, step.number)
         if fresh and self.config.mode == "raise":
             raise CorruptionError(render_line(fresh[0]))
 
@@ -266,7 +266,7 @@ class Guard:
         """Seconds one more slot in the rotating pass costs, measured here and now."""
         device = self._buffer.count.device
         best = []
-        for count in (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS):
+        for count in (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS[self._on_host]):
             times = []
             for _ in range(8):
                 start = time.perf_counter()
@@ -282,5 +282,5 @@ class Guard:
                     torch.get_device_module(device).synchronize()
                 times.append(time.perf_counter() - start)
             best.append(min(times))
-        few, many = (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS)
+        few, many = (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS[self._on_host])
         return max(best[1] - best[0], 1e-9) / max(many - few, 1)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from ..kernels import record as r
 from ..kernels.violations import ViolationBuffer
-from .batch import FIELDS, BatchBuffers, Requests
+from .batch import BatchBuffers, Fields, split_fields, words_of
 from .truth import Request
 
 MAX_IN_FLIGHT = 4
@@ -27,6 +24,7 @@ class Step:
         verify_total, write_total: positions to be read and tokens to be stored.
         early_rows: raw rows that were read before the forward, where that costs nothing.
         early_hidden: violations counted by then that had no room to be described.
+        hidden: violations of the verdict last read that had no room to be described.
         is_open: launched, verdict not read yet.
     """
 
@@ -40,33 +38,34 @@ class Step:
         self.write_total = 0
         self.early_rows: list[list[int]] = []
         self.early_hidden = 0
+        self.hidden = 0
         self.is_open = False
         self._on_device = buffer.count.device.type != "cpu"
-        self._fields = torch.zeros((FIELDS, 0), dtype=torch.int64)
-        self._count = torch.zeros(1, dtype=torch.int64, pin_memory=self._on_device)
-        self._rows = torch.zeros((buffer.capacity, r.ROW_COLUMNS), dtype=torch.int64, pin_memory=self._on_device)
-        self._copied: Any = torch.get_device_module(buffer.count.device).Event() if self._on_device else None
+        self._fields = torch.zeros(0, dtype=torch.int64)
+        self._verdict = torch.zeros_like(buffer.block, device="cpu", pin_memory=self._on_device)
+        self._copied: Any = torch.get_device_module(buffer.block.device).Event() if self._on_device else None
 
-    def fields_of(self, batch_size: int, batch: BatchBuffers) -> npt.NDArray[np.int64]:
-        """Where the host writes the fields of :mod:`.batch`: int64 (FIELDS, batch_size). On a CPU the batch's own."""
+    def fields_of(self, batch_size: int, batch: BatchBuffers) -> Fields:
+        """Where the host writes the fields of a batch: in pinned memory of this step, on a CPU in the batch itself."""
         if not self._on_device:
-            return batch.requests_of(batch_size).block.numpy()
-        if self._fields.shape[1] < batch_size:
-            self._fields = torch.zeros((FIELDS, 2 * batch_size), dtype=torch.int64, pin_memory=True)
-        return self._fields[:, :batch_size].numpy()
+            return batch.fields_of(batch_size)
+        if self._fields.numel() < words_of(batch_size):
+            self._fields = torch.zeros(words_of(2 * batch_size), dtype=torch.int64, pin_memory=True)
+        return split_fields(self._fields, batch_size)
 
-    def upload(self, batch: Requests) -> None:
+    def upload(self, batch: Fields) -> None:
         """Copy the fields to the device, in stream order."""
         if self._on_device:
-            batch.block.copy_(self._fields[:, : batch.block.shape[1]], non_blocking=True)
+            batch.block.copy_(self._fields[: batch.block.numel()], non_blocking=True)
 
     def keep_verdict(self, buffer: ViolationBuffer) -> None:
         """Copy what the forward found to the host, in stream order, and make the buffer ready for the next forward."""
         self.is_open = True
-        self._count.copy_(buffer.count, non_blocking=True)
-        if self._on_device or int(self._count):
-            self._rows.copy_(buffer.rows, non_blocking=True)
+        if self._on_device or int(buffer.count):
+            self._verdict.copy_(buffer.block, non_blocking=True)
             buffer.reset()
+        else:
+            self._verdict[0, 0] = 0
         if self._copied is not None:
             self._copied.record()
 
@@ -79,7 +78,7 @@ class Step:
         if self._copied is not None:
             self._copied.synchronize()
         early, self.early_rows = self.early_rows, []
-        hidden, self.early_hidden = self.early_hidden, 0
-        count = int(self._count)
-        rows = self._rows[: min(count, self._rows.shape[0])].tolist() if count else []
-        return len(early) + hidden + count, early + rows
+        count = int(self._verdict[0, 0])
+        rows = self._verdict[1 : 1 + min(count, len(self._verdict) - 1)].tolist() if count else []
+        self.hidden, self.early_hidden = self.early_hidden + count - len(rows), 0
+        return len(early) + len(rows) + self.hidden, early + rows

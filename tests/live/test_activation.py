@@ -1,10 +1,13 @@
 """The ways to switch it on, on real servers."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from kvcanary_plugin.demo.server import Server, ServerError
+from kvcanary_plugin.report.jsonl import read_events
 
 pytestmark = pytest.mark.live
 
@@ -53,3 +56,30 @@ def test_a_server_that_cannot_be_guarded_as_asked_does_not_start(model, tmp_path
 
     assert server.process.returncode == 2
     assert server.tail(1).startswith(words) or words in server.tail(3)
+
+
+EMBEDDED = """
+import sglang
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path={model!r}, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
+        grammar_backend="none", skip_tokenizer_init=True, mem_fraction_static=0.1, max_total_tokens=2048,
+    )
+    print(engine.generate(input_ids=list(range(3, 40)), sampling_params={{"max_new_tokens": 4}})["meta_info"])
+    engine.shutdown()
+"""
+
+
+def test_an_engine_embedded_in_another_program_is_guarded_by_the_environment(model, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(EMBEDDED.format(model=str(model)))
+    events = tmp_path / "events.jsonl"
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"KVCANARY": "log", "KVCANARY_LOG": str(events)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [event["event"] for event in read_events(events)] == ["attached"]
