@@ -1,6 +1,6 @@
 PY := .venv/bin/python
 
-.PHONY: help venv demo test test-unit lint bench clean
+.PHONY: help venv demo test test-kernels test-unit lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -14,6 +14,11 @@ demo: venv ## Damage the KV cache of a small server, without and with the canary
 
 test: venv ## Run all tests; ARGS="-k chain" and the like go to pytest
 	$(PY) -m pytest $(ARGS)
+	$(MAKE) test-kernels
+
+# Triton decides between compiler and interpreter when it is imported, so these need a process of their own.
+test-kernels: venv ## Run the Triton kernels in the interpreter against the references
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest tests/kernels $(ARGS)
 
 test-unit: venv ## Run the tests that need neither a server nor a GPU
 	$(PY) -m pytest -m "not live and not gpu" $(ARGS)

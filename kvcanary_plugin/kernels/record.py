@@ -1,7 +1,8 @@
 """Layout of the hot shadow record, 32 bytes a slot, and of one raw violation row. Numbers only; no behaviour.
 
-A record is four int64: chain, digest, locator, identity. The identity word packs, from the low end, the token id (32 bits),
-the position (28 bits) and the flags (4 bits), so that the word without its flags is exactly what ``mix`` takes for the chain.
+A record is four int64: chain, digest, locator, identity. The identity word packs, from the low end, the token id
+(32 bits), the position (28 bits) and the flags (4 bits), so that the word without its flags is exactly what ``mix``
+takes for the chain.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def verify_prefixes(
 ) -> None:
     """Verify positions 0 .. length - 1 of every request: slot in range, live, right position, linked to the one before.
 
-    Links plus end point prove the whole prefix: with ``chain[-1] = anchor`` the links telescope, so an intact chain whose
-    last element is the true prefix hash can only have been made from the true tokens.
+    Links plus end point prove the whole prefix: with ``chain[-1] = anchor`` the links telescope, so an intact chain
+    whose last element is the true prefix hash can only have been made from the true tokens.
 
     Args:
         records: int64 (slot_count, RECORD_WORDS).

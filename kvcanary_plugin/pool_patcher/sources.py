@@ -98,7 +98,7 @@ def make_row_source(*, layer_buffer: torch.Tensor, read_bytes: int) -> tuple[Sou
         rows = layer_buffer.view(slot_count, -1).view(torch.uint8)
     except RuntimeError as error:
         raise ValueError(
-            f"kv-canary: layer_buffer of shape {tuple(layer_buffer.shape)} and strides {layer_buffer.stride()} has rows "
+            f"kv-canary: layer_buffer of shape {tuple(layer_buffer.shape)}, strides {layer_buffer.stride()}, has rows "
             "that are not contiguous; a source must be a view of the live bytes, so pass one buffer per whole part"
         ) from error
     return _make_source(rows.unsqueeze(1), read_bytes)

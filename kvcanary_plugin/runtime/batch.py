@@ -31,7 +31,7 @@ class Fields:
 def split_fields(buffer: torch.Tensor, batch_size: int) -> Fields:
     """The fields of a batch within a flat int64 buffer of at least ``words_of(batch_size)``."""
     block = buffer[: words_of(batch_size)]
-    return Fields(block, *block.split([batch_size] * 4 + [batch_size + 1] * 2))
+    return Fields(block, *torch.split(block, [batch_size] * 4 + [batch_size + 1] * 2))
 
 
 def words_of(batch_size: int) -> int:

@@ -158,7 +158,9 @@ def refine_chain_rows(
     A stretch of slots that is consistent in itself breaks a link only where it ends, and a whole such prefix breaks
     none. So the row of a request with a broken link or end point is compared with a table of its true tokens, and the
     first slot of each wrong stretch is named. Where every token is right the prefix was made for another identity, and
-    position 0 is named. A row that has changed since it was verified is left as it was described. Waits for the device; runs only when something is wrong.
+    position 0 is named. A row that has changed since it was verified is left as it was described.
+
+    Waits for the device, and runs only when something is wrong.
 
     Args:
         step: the forward that found them.
@@ -177,9 +179,9 @@ def refine_chain_rows(
 
     device = records.hot.device
     lengths = [step.prefix_lens[index] for index in unclear]
-    tokens = [
-        token for index, n in zip(unclear, lengths, strict=True) for token in tokens_between(step.requests[index], 0, n)
-    ]
+    tokens: list[int] = []
+    for index, length in zip(unclear, lengths, strict=True):
+        tokens += tokens_between(step.requests[index], 0, length)
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
     expected = torch.zeros((len(unclear), max(lengths)), dtype=torch.int32, device=device)
     scatter(torch.tensor(tokens, device=device), offsets, torch.arange(len(unclear), device=device), expected)

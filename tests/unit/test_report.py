@@ -102,10 +102,10 @@ def test_a_last_line_cut_short_is_no_error_any_other_is(tmp_path):
     assert len(read_events(path)) == 1
 
     path.write_text(f"{good}\nnonsense\n{good}\n")
-    with pytest.raises(ValueError, match="events.jsonl:2 is not JSON"):
+    with pytest.raises(ValueError, match=r"events\.jsonl:2 is not JSON"):
         read_events(path)
     path.write_text('{"foreign": true}\n')
-    with pytest.raises(ValueError, match="events.jsonl:1 is not an event of kvcanary schema 1"):
+    with pytest.raises(ValueError, match=r"events\.jsonl:1 is not an event of kvcanary schema 1"):
         read_events(path)
 
 
