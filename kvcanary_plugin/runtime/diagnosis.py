@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -70,8 +71,10 @@ class Diagnosis:
                 true = true_chains(request, self._truth.anchor_of(request), step.prefix_lens[index])
                 chains[index] = true.tolist()
             violation = self._chain(step, kind, row, chains.get(index))
-            if kind is r.Kind.LINK and (index, position - 1) in named and self._holds_truth(violation, row):
-                continue
+            if kind is r.Kind.LINK and self._holds_truth(violation, row):
+                if (index, position - 1) in named:
+                    continue
+                violation = dataclasses.replace(violation, kind="link_behind")
             named.add((index, position))
             violations.append(violation)
         return violations

@@ -265,22 +265,16 @@ class Guard:
     def _time_one_slot(self) -> float:
         """Seconds one more slot in the rotating pass costs, measured here and now."""
         device = self._buffer.count.device
-        best = []
-        for count in (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS[self._on_host]):
-            times = []
-            for _ in range(8):
-                start = time.perf_counter()
-                self._backend.scrub_range(
-                    records=self.records.hot,
-                    writers=self.records.writers,
-                    table=self.pool.table,
-                    start=0,
-                    count=count,
-                    violations=self._buffer,
-                )
-                if device.type != "cpu":
-                    torch.get_device_module(device).synchronize()
-                times.append(time.perf_counter() - start)
-            best.append(min(times))
         few, many = (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS[self._on_host])
+        sums = torch.empty((2, many), dtype=torch.int64, device=device)
+
+        def seconds(count: int) -> float:
+            slots = torch.arange(count, device=device)
+            start = time.perf_counter()
+            self._backend.fold_slots(self.pool.table, slots, digest=sums[0, :count], locator=sums[1, :count])
+            if not self._on_host:
+                torch.get_device_module(device).synchronize()
+            return time.perf_counter() - start
+
+        best = [min(seconds(count) for _ in range(8)) for count in (few, many)]
         return max(best[1] - best[0], 1e-9) / max(many - few, 1)

@@ -64,9 +64,10 @@ class Scrubber:
         interval = statistics.median(self._intervals)  # the median, so that idle gaps between requests do not count
         self._intervals.clear()
         affordable = max(1, int(self._budget * interval / self._seconds_a_slot))
+        affordable = min(affordable, self._slot_count - self._first_slot)
         if self._calibrated and affordable <= self.slots_a_forward:
             return
-        self.slots_a_forward = min(affordable, self._slot_count - self._first_slot)
+        self.slots_a_forward = affordable
         self._calibrated = True
         logger.info(
             "kvcanary: content pass folds %d slots a forward, the whole pool of %d every %d forwards (about %.1f s), "

@@ -80,6 +80,7 @@ EXPLANATIONS = {
     "dead_slot": "the row names a slot that holds no live token (never written, or freed since)",
     "position": "the slot holds a token of another position",
     "link": "the slot holds another token, or a token of another prefix",
+    "link_behind": "the slot is intact, but the slots before it hold another prefix",
     "end_point": "the slots hold a prefix that is consistent in itself but belongs to another request",
     "write_range": "the forward stores to a slot outside the pool",
     "content": "the bytes of the slot are not the ones that were written",
