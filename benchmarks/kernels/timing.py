@@ -22,11 +22,11 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._junk = torch.ones(1 << 26, dtype=torch.int64, device=device)
 
-    def stream(self, work: Callable[[], None], *, flush: bool = False) -> float:
+    def stream(self, work: Callable[[], None], *, flush: bool = False, repetitions: int = REPETITIONS) -> float:
         """Median microseconds of ``work`` launched in a stream."""
         work()
         pairs = []
-        for _ in range(REPETITIONS):
+        for _ in range(repetitions):
             self._hold(flush)
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -36,14 +36,14 @@ class Clock:
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(stop) for start, stop in pairs) * 1000
 
-    def graph(self, work: Callable[[], None], *, flush: bool = False) -> float:
+    def graph(self, work: Callable[[], None], *, flush: bool = False, repetitions: int = REPETITIONS) -> float:
         """Median microseconds of ``work`` captured in a CUDA graph and replayed."""
         work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             work()
-        return self.stream(graph.replay, flush=flush)
+        return self.stream(graph.replay, flush=flush, repetitions=repetitions)
 
     def _hold(self, flush: bool) -> None:
         if flush:

@@ -25,10 +25,11 @@ from kvcanary_plugin.report.jsonl import read_events
 CLIENTS, PROMPT_TOKENS, NEW_TOKENS = 8, 256, 128
 POOL_TOKENS = 3200  # eight running requests and little more, so that the pool is live
 MAX_PERIOD_FORWARDS = 200
-# shape, bound on the median step, scrub budget that covers the pool within MAX_PERIOD_FORWARDS
-SHAPES: dict[str, tuple[Shape, float, float]] = {
-    "12 layers, hidden 768": (MEDIUM, 0.02, 0.0055),
-    "4 layers, hidden 128": (TINY, 0.08, 0.0016),
+# shape, bound on the median step, scrub budget that covers the pool within MAX_PERIOD_FORWARDS, and rounds of requests
+# in one measurement: some seconds of it, or the clients' processes decide the figure
+SHAPES: dict[str, tuple[Shape, float, float, int]] = {
+    "12 layers, hidden 768": (MEDIUM, 0.02, 0.0055, 1),
+    "4 layers, hidden 128": (TINY, 0.08, 0.0016, 6),
 }
 
 
@@ -55,19 +56,20 @@ class Arm:
         self.server = Server(model, flags, folder / f"{mode}.log", environment=environment, launcher="step_probe")
         self.medians: list[float] = []
 
-    def measure(self, rng: random.Random) -> None:
-        """One round of requests; keeps the median step in milliseconds."""
+    def measure(self, rng: random.Random, rounds: int) -> None:
+        """Some rounds of requests; keeps the median step in milliseconds."""
         self.steps_path.write_bytes(b"")
-        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(CLIENTS)]
-        with ThreadPoolExecutor(CLIENTS) as clients:
-            list(clients.map(lambda prompt: self.server.generate(prompt, NEW_TOKENS), prompts))
+        for _ in range(rounds):
+            prompts = [[rng.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(CLIENTS)]
+            with ThreadPoolExecutor(CLIENTS) as clients:
+                list(clients.map(lambda prompt: self.server.generate(prompt, NEW_TOKENS), prompts))
         steps = [value for (value,) in struct.iter_unpack("<q", self.steps_path.read_bytes())]
-        if len(steps) < NEW_TOKENS // 2:
+        if len(steps) < rounds * NEW_TOKENS // 2:
             raise SystemExit(f"only {len(steps)} full decode steps were seen; the clients did not run side by side")
         self.medians.append(statistics.median(steps) / 1e6)
 
 
-def compare(name: str, shape: Shape, bound: float, budget: float, pairs: int, folder: Path) -> bool:
+def compare(name: str, shape: Shape, bound: float, budget: float, rounds: int, pairs: int, folder: Path) -> bool:
     """Measure one model and print its row. Returns whether the bound holds."""
     work = folder / name.replace(" ", "-")
     work.mkdir()
@@ -79,12 +81,12 @@ def compare(name: str, shape: Shape, bound: float, budget: float, pairs: int, fo
         log.server.wait_ready()
         rng = random.Random(0)
         for arm in (off, log, log):  # warm up; the second round calibrates the rotating pass
-            arm.measure(rng)
+            arm.measure(rng, rounds)
             arm.medians.clear()
         period = read_period(log)
         for pair in range(pairs):
             for arm in (off, log) if pair % 2 == 0 else (log, off):
-                arm.measure(rng)
+                arm.measure(rng, rounds)
         check_detection(log)
     finally:
         for arm in (off, log):

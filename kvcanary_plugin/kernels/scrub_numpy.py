@@ -7,7 +7,7 @@ import torch
 
 from ..pool_patcher.sources import SourceTable
 from . import record as r
-from .fold_numpy import fold_slots
+from .fold_numpy import Array, fold_ids
 from .mixing import as_array
 from .scrub_reference import report_slots
 from .violations import ViolationBuffer
@@ -23,10 +23,10 @@ def check_slots(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`.scrub_reference.check_slots`."""
-    inside = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
-    found = torch.empty((2, slots.numel()), dtype=torch.int64)
-    fold_slots(table, inside, digest=found[0], locator=found[1])
-    _compare(records, writers, inside, found, request, violations)
+    kept, ids = as_array(records), as_array(slots)
+    ids = ids[(ids >= 0) & (ids < len(kept))]
+    ids = ids[(kept[ids, r.IDENTITY] & r.LIVE_BIT) != 0]
+    _compare(records, writers, ids, *fold_ids(table, ids), request, violations)
 
 
 def scrub_range(
@@ -39,8 +39,8 @@ def scrub_range(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`.scrub_reference.scrub_range`."""
-    slots = torch.arange(start, min(start + count, records.shape[0]))
-    check_slots(records=records, writers=writers, table=table, slots=slots, violations=violations)
+    ids = _live_between(as_array(records), start, count)
+    _compare(records, writers, ids, *fold_ids(table, ids), -1, violations)
 
 
 def seal_and_scrub(
@@ -55,26 +55,31 @@ def seal_and_scrub(
 ) -> None:
     """See :func:`.scrub_reference.seal_and_scrub`."""
     kept, new = as_array(records), as_array(slots)
-    n = len(new)
-    if n and new.view(np.uint64).max() >= len(kept):
-        new = np.where((new < 0) | (new >= len(kept)), 0, new)
-    live = np.flatnonzero(kept[start : start + count, r.IDENTITY] & r.LIVE_BIT) + start
-    chosen = torch.from_numpy(np.concatenate((new, live)))
-    found = torch.empty((2, n + len(live)), dtype=torch.int64)
-    fold_slots(table, chosen, digest=found[0], locator=found[1])
-    kept[new, r.DIGEST : r.LOCATOR + 1] = as_array(found)[:, :n].T
-    _compare(records, writers, chosen[n:], found[:, n:], -1, violations)
+    if len(new) and new.view(np.uint64).max() >= len(kept):  # as unsigned, a negative id is too large as well
+        new = new[(new >= 0) & (new < len(kept))]
+    n, live = len(new), _live_between(kept, start, count)
+    digest, locator = fold_ids(table, np.concatenate((new, live)))
+    kept[new, r.DIGEST], kept[new, r.LOCATOR] = digest[:n], locator[:n]
+    _compare(records, writers, live, digest[n:], locator[n:], -1, violations)
+
+
+def _live_between(kept: Array, start: int, count: int) -> Array:
+    live = np.flatnonzero(kept[start : start + count, r.IDENTITY] & r.LIVE_BIT)
+    live += start
+    return live
 
 
 def _compare(
     records: torch.Tensor,
     writers: torch.Tensor,
-    slots: torch.Tensor,
-    found: torch.Tensor,
+    ids: Array,
+    digest: Array,
+    locator: Array,
     request: int,
     violations: ViolationBuffer,
 ) -> None:
-    kept = as_array(records).take(as_array(slots), axis=0)
-    differs = (kept[:, r.DIGEST : r.LOCATOR + 1] != as_array(found).T).any(1)
-    if (differs & ((kept[:, r.IDENTITY] & r.LIVE_BIT) != 0)).any():
-        report_slots(records, writers, slots, found, request, violations)
+    kept = as_array(records).take(ids, axis=0)
+    if np.array_equal(kept[:, r.DIGEST], digest) and np.array_equal(kept[:, r.LOCATOR], locator):
+        return
+    found = torch.from_numpy(np.stack((digest, locator)))
+    report_slots(records, writers, torch.from_numpy(ids), found, request, violations)

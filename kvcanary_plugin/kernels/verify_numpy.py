@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from . import record as r
 from .mixing import POSITION_SHIFT, as_array, mix_array_
 from .verify_reference import verify_prefixes as verify_and_report
 from .violations import ViolationBuffer
+
+Array = npt.NDArray[Any]
 
 
 def verify_prefixes(
@@ -27,35 +32,16 @@ def verify_prefixes(
     """See :func:`.verify_reference.verify_prefixes`, which also describes what is wrong once something is."""
     if total == 0:
         return
-    kept, table, starts = as_array(records), as_array(req_to_token), as_array(offsets)
-    request_rows, anchor, end_point = as_array(rows), as_array(anchors), as_array(end_points)
-    lengths = starts[1:] - starts[:-1]
-    request = np.repeat(np.arange(len(lengths)), lengths)
-    index = np.arange(total)
-    row_bad = (request_rows < 1) | (request_rows >= len(table))
-    if not row_bad.any():
-        first = request_rows * (table.strides[0] // table.itemsize) - starts[:-1]
-        flat = np.lib.stride_tricks.as_strided(
-            table, (len(table) * table.strides[0] // table.itemsize,), table.strides[1:]
-        )
-        slots = flat[first[request] + index]
-        inside = np.clip(slots, first_slot, len(kept) - 1)
-        found = kept.take(inside, axis=0)
-        chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
-        before = np.empty(total, dtype=np.int64)
-        before[1:] = chain[:-1]
-        nonempty = np.flatnonzero(lengths)
-        before[starts[:-1][nonempty]] = anchor[nonempty]
-        place = (r.LIVE - starts[:-1])[request] + index
-        words = (identity & r.MIX_INPUT_MASK).view(np.uint64)
-        mixed = mix_array_(words, np.empty_like(words)).view(np.int64)
-        bad = slots != inside
-        bad |= (identity >> POSITION_SHIFT) != place
-        mixed += before
-        bad |= mixed != chain
-        ends = starts[1:][nonempty] - 1
-        if not bad.any() and np.array_equal(chain[ends], end_point[nonempty]):
-            return
+    if _is_intact(
+        as_array(records),
+        as_array(req_to_token),
+        as_array(rows),
+        as_array(offsets),
+        as_array(anchors),
+        as_array(end_points),
+        first_slot,
+    ):
+        return
     verify_and_report(
         records=records,
         writers=writers,
@@ -68,3 +54,34 @@ def verify_prefixes(
         first_slot=first_slot,
         violations=violations,
     )
+
+
+def _is_intact(
+    records: Array, table: Array, rows: Array, offsets: Array, anchors: Array, end_points: Array, first_slot: int
+) -> bool:
+    """Whether it is certain that nothing is wrong. Seen as unsigned, a negative id is too large as well."""
+    starts, ends = offsets[:-1], offsets[1:]
+    lengths = ends - starts
+    if not table.flags.c_contiguous:
+        return False  # never seen; the reference can do it
+    if (rows.view(np.uint64) - np.uint64(1)).max() >= len(table) - 1 or lengths.max() > table.shape[1]:
+        return False
+    index = np.arange(offsets[-1])
+    slots = table.reshape(-1).take(np.repeat(rows * table.shape[1] - starts, lengths) + index)
+    if (slots.view(np.uint32) - np.uint32(first_slot)).max() >= len(records) - first_slot:
+        return False
+    found = records.take(slots, axis=0)
+    chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
+    place = np.repeat(r.LIVE - starts, lengths)
+    place += index
+    if ((identity >> POSITION_SHIFT) != place).any():
+        return False
+    expected = np.empty(len(slots), dtype=np.int64)
+    expected[1:] = chain[:-1]
+    if lengths.min() == 0:
+        some = np.flatnonzero(lengths)
+        starts, ends, anchors, end_points = starts[some], ends[some], anchors[some], end_points[some]
+    expected[starts] = anchors
+    words = (identity & r.MIX_INPUT_MASK).view(np.uint64)
+    expected += mix_array_(words, np.empty_like(words)).view(np.int64)
+    return np.array_equal(expected, chain) and np.array_equal(chain[ends - 1], end_points)
