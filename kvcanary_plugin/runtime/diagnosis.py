@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..kernels import record as r
-from ..kernels.mixing import POSITION_SHIFT
+from ..kernels.mixing import POSITION_SHIFT, as_int64, mix
 from ..pool_patcher.adapters import GuardedPool
 from ..pool_patcher.records import ShadowRecords
 from .step import Step
@@ -155,13 +155,13 @@ def refine_chain_rows(
     records: ShadowRecords,
     req_to_token: torch.Tensor,
     scatter: Callable[..., None],
+    anchor_of: Callable[[Request], int],
 ) -> list[list[int]]:
     """Replace link and end-point rows by the places that are wrong.
 
     A stretch of slots that is consistent in itself breaks a link only where it ends, and a whole such prefix breaks
     none. So the row of a request with a broken link or end point is compared with a table of its true tokens, and the
-    first slot of each wrong stretch is named. Where every token is right the prefix was made for another identity, and
-    position 0 is named. A row that has changed since it was verified is left as it was described.
+    first slot of each wrong stretch is named. A row that has changed since it was verified is left as it was described.
 
     Waits for the device, and runs only when something is wrong.
 
@@ -171,6 +171,7 @@ def refine_chain_rows(
         records: the shadow records.
         req_to_token: int32 (row_count, context).
         scatter: ``scatter_req_token_ids`` of the backend.
+        anchor_of: the chain before the first token of a request, unsigned.
     """
     loose = (r.Kind.LINK, r.Kind.END_POINT)
     unreadable = {row[r.ROW_REQUEST] for row in rows if row[r.ROW_KIND] == r.Kind.ROW_RANGE}
@@ -193,16 +194,18 @@ def refine_chain_rows(
         inside = torch.where((slots < 0) | (slots >= records.slot_count), 0, slots)
         found = records.hot[inside]
         positions = torch.arange(length, device=device)
-        true = (expected[line, :length].to(torch.int64) & r.TOKEN_MASK) | positions << POSITION_SHIFT | r.LIVE_BIT
-        wrong = found[:, r.IDENTITY] != true
+        words = (expected[line, :length].to(torch.int64) & r.TOKEN_MASK) | positions << POSITION_SHIFT
+        chain = torch.cumsum(mix(words), 0) + as_int64(anchor_of(step.requests[index]))
+        # The chain too: a foreign stretch may hold the right token here and there by chance.
+        wrong = (found[:, r.IDENTITY] != words | r.LIVE_BIT) | (found[:, r.CHAIN] != chain)
         first = wrong & ~torch.nn.functional.pad(wrong[:-1], (1, 0))
         starts = torch.nonzero(first).flatten().tolist()
         vague = [row for row in rows if row[r.ROW_REQUEST] == index and row[r.ROW_KIND] in loose]
-        if not starts and int(found[-1, r.CHAIN]) != vague[-1][r.ROW_CHAIN]:
+        if not starts:
             kept += vague  # the row is not any more what the forward read; what was seen then stands
             continue
-        kind = r.Kind.LINK if starts and not bool(wrong.all()) else r.Kind.END_POINT
-        for position in starts or [0]:
+        kind = r.Kind.END_POINT if bool(wrong.all()) else r.Kind.LINK
+        for position in starts:
             if (index, position) not in named:
                 row = [0] * r.ROW_COLUMNS
                 row[r.ROW_KIND], row[r.ROW_REQUEST], row[r.ROW_POSITION] = int(kind), index, position

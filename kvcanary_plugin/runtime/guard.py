@@ -237,7 +237,8 @@ class Guard:
         self._buffer.reset()
 
     def _refine(self, step: Step, rows: list[list[int]]) -> list[list[int]]:
-        return refine_chain_rows(step, rows, self.records, self.pool.req_to_token, self._backend.scatter_req_token_ids)
+        scatter = self._backend.scatter_req_token_ids
+        return refine_chain_rows(step, rows, self.records, self.pool.req_to_token, scatter, self._truth.anchor_of)
 
     def _check_content(self, slots: torch.Tensor, index: int) -> None:
         self._backend.check_slots(

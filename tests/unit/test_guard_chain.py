@@ -161,3 +161,25 @@ def test_store_outside_the_pool_is_reported_and_makes_no_record(slot):
     assert [(v.kind, v.phase, v.position, v.slot) for v in engine.violations] == [("write_range", "write", 1, slot)]
     changed = (engine.guard.records.hot[1:] != before).any(1).nonzero().flatten() + 1
     assert changed.tolist() == [5, 6]
+
+
+def test_a_token_that_is_right_by_chance_does_not_split_a_foreign_stretch():
+    engine = Engine()
+    victim, other = engine.request(30), engine.request(30)
+    other.origin_input_ids[12] = victim.origin_input_ids[12]
+    engine.prefill(victim, other)
+    foreign = engine.slots_of(other)
+    engine.rows.req_to_token[victim.req_pool_idx, 8:20] = foreign[8:20].int()
+    engine.decode(victim, other)
+
+    assert [(v.kind, v.position) for v in engine.violations] == [("link", 8)]
+
+
+def test_a_damaged_record_is_named_where_it_is():
+    engine = Engine()
+    request = engine.request(30)
+    engine.prefill(request)
+    engine.guard.records.hot[engine.slots_of(request)[11], 0] ^= 1 << 40
+    engine.decode(request)
+
+    assert [(v.kind, v.position) for v in engine.violations] == [("link", 11)]
