@@ -46,6 +46,8 @@ def render_expected_found(violation: Violation) -> tuple[str, str]:
     """The two sides that differ."""
     if violation.check == "content":
         return f"digest {violation.expected_hash:016x}", f"digest {violation.stored_hash:016x}"
+    if violation.kind == "link_behind":
+        return "this request's prefix in the slots before it", "another one"
     if violation.stored_position is None:
         return "a slot of the pool", f"slot {violation.slot}"
     expected, found = f"position {violation.position}", f"position {violation.stored_position}"
