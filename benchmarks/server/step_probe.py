@@ -8,6 +8,7 @@ KVCANARY_BENCH_STEPS, eight bytes of nanoseconds each.
 from __future__ import annotations
 
 import os
+import runpy
 import struct
 import time
 from typing import Any
@@ -52,11 +53,4 @@ if FILE_VARIABLE in os.environ:
     ).install(installed_sglang())
 
 if __name__ == "__main__":
-    import sys
-
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-    run_server(prepare_server_args(sys.argv[1:]))
+    runpy.run_module("sglang.launch_server", run_name="__main__")

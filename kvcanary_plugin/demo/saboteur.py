@@ -7,6 +7,7 @@ spawned from here; that is the only reason why this is a launcher and not a plug
 from __future__ import annotations
 
 import os
+import runpy
 from typing import Any
 
 from kvcanary_plugin.pool_patcher.patch import Patch, PatchSet
@@ -50,9 +51,4 @@ if VARIABLE in os.environ:
     ).install(installed_sglang())
 
 if __name__ == "__main__":
-    import sys
-
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-
-    run_server(prepare_server_args(sys.argv[1:]))
+    runpy.run_module("sglang.launch_server", run_name="__main__")

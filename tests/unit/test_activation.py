@@ -136,6 +136,8 @@ def test_uncovered_modes_start_when_allowed(parse):
 def test_uncovered_modes_are_none_of_our_business_when_off(parse):
     parse("--enable-hierarchical-cache")
 
+    assert not read_config().is_on
+
 
 def test_a_drifted_seam_stops_the_process_and_wraps_nothing(monkeypatch, capsys):
     monkeypatch.setenv("KVCANARY", "log")
