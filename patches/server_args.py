@@ -12,6 +12,7 @@ from typing import Any
 from kvcanary_plugin.activate import refuse
 from kvcanary_plugin.config import OPTIONS, Config, read_config, to_environment
 from kvcanary_plugin.errors import ConfigError, UncoveredError
+from kvcanary_plugin.faults.injector import Injector
 from kvcanary_plugin.pool_patcher.patch import Patch
 
 MODULE = "sglang.srt.server_args"
@@ -101,6 +102,8 @@ def _from_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str
     flags = {option.field: getattr(namespace, option.dest, None) or None for option in OPTIONS}
     try:
         config = read_config(flags=flags)
+        if config.inject:
+            Injector.parse(config.inject)  # a slip in it is to be seen now, not once the pools are there
         _refuse_what_is_not_covered(config, namespace)
         os.environ.update(to_environment(config))
         server_args = wrapped(*args, **kwargs)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..report.reporter import Reporter
-from .library import FAULTS
+from .library import FAULTS, NEED_CONTENT
 
 if TYPE_CHECKING:
+    from ..pool_patcher.sources import SourceTable
     from ..runtime.guard import Guard
     from ..runtime.step import Step
 
@@ -62,8 +63,38 @@ class Injector:
                     raise ConfigError(
                         f"kvcanary: --kvcanary-inject {part!r}: no option {key!r}; there are {', '.join(OPTIONS)}"
                     )
+            for key in ("layer", "bit"):
+                if key in options and not options[key].isdigit():
+                    raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: {key}={options[key]} is not a number")
+            if options.get("half", "K") not in ("K", "V"):
+                raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: half={options['half']} is neither K nor V")
             planned.append(Planned(name, int(forward), options))
         return cls(planned)
+
+    def check_against(self, table: SourceTable) -> None:
+        """Make sure that every fault can be injected into a pool with these sources.
+
+        Raises:
+            ConfigError: names the fault, the value and the limit.
+        """
+        for planned in self._planned:
+            if planned.name in NEED_CONTENT and not table.sources:
+                raise ConfigError(
+                    f"kvcanary: --kvcanary-inject {planned.name}: the check that finds it, content, is off; "
+                    "turn it on or leave the fault out"
+                )
+            layers = sorted({layer for layer, _ in table.names})
+            layer = planned.options.get("layer")
+            if layer is not None and int(layer) not in layers:
+                raise ConfigError(
+                    f"kvcanary: --kvcanary-inject {planned.name}: layer={layer}; the pool has {layers[0]} to {layers[-1]}"
+                )
+            bits = min((source.read_bytes * 8 for source in table.sources), default=0)
+            bit = planned.options.get("bit")
+            if bit is not None and int(bit) >= bits:
+                raise ConfigError(
+                    f"kvcanary: --kvcanary-inject {planned.name}: bit={bit}; a row has bits 0 to {bits - 1}"
+                )
 
     def before_forward(self, guard: Guard, step: Step, reporter: Reporter) -> None:
         """Inject the next fault if its time has come and the batch suits it."""

@@ -125,6 +125,8 @@ FAULTS: dict[str, Fault] = {
     fault.__name__: fault for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot)
 }
 
+NEED_CONTENT = ("flip_running", "flip_cached", "overwrite_slot")
+
 
 def _pick_request(step: Step, rng: random.Random, *, at_least: int) -> int | None:
     suitable = [index for index, length in enumerate(step.prefix_lens) if length >= at_least]

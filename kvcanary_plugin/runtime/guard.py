@@ -69,6 +69,8 @@ class Guard:
         if config.has_content and pool.table.sources:
             self.scrubber = Scrubber(pool.page_size, pool.slot_count, config.scrub_budget, self._time_one_slot())
         self.injector = Injector.parse(config.inject) if config.inject else None
+        if self.injector is not None:
+            self.injector.check_against(pool.table)
 
     @property
     def resident_bytes(self) -> int:

@@ -1,0 +1,74 @@
+"""Each fault, on SGLang's own pool: it does what it says, and the guard finds it where it says."""
+
+import pytest
+
+from kvcanary_plugin.errors import ConfigError
+from kvcanary_plugin.faults.injector import Injector
+from kvcanary_plugin.faults.library import FAULTS
+from tests.engine import Engine
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_found_in_the_right_place(page_size, name):
+    engine = Engine(page_size=page_size, inject=f"{name}@6")
+    cached = engine.request(32)
+    engine.prefill(cached)
+    engine.finish(cached, keep=32)
+    one, other = engine.request(40), engine.request(45)
+    engine.prefill(one, other)
+    engine.run(one, other, steps=8)
+    engine.settle_scrub()
+
+    ((event, injected),) = engine.reporter.events[:1]
+    assert (event, injected["fault"]) == ("injected", name)
+    found = {(v.check, v.slot, v.position) for v in engine.violations}
+    assert found == {
+        (injected["check"], *place) for place in zip(injected["slots"], injected["positions"], strict=True)
+    }
+    if "layer" in injected:
+        assert [(v.layer, v.half) for v in engine.violations] == [(injected["layer"], injected["half"])]
+
+
+def test_options_choose_the_bit():
+    engine = Engine(inject="flip_running@3:layer=1,half=V,bit=17")
+    request = engine.request(30)
+    engine.prefill(request)
+    engine.decode(request)
+    before = engine.pool.v_buffer[1].clone()
+    engine.decode(request)
+    (_, injected) = engine.reporter.events[0]
+    (slot,) = injected["slots"]
+    changed = before.view(-1)[: before.numel()].view(before.shape) != engine.pool.v_buffer[1]
+
+    assert (injected["layer"], injected["half"], injected["bit"]) == (1, "V", 17)
+    assert changed[slot].nonzero().tolist() == [[0, 1]]  # bit 17 lies in the second bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("explode@3", "no fault 'explode'; there are flip_running"),
+        ("flip_running", "'' is not a forward number"),
+        ("flip_running@soon", "'soon' is not a forward number"),
+        ("flip_running@3:colour=red", "no option 'colour'"),
+        ("flip_running@3:half=X", "half=X is neither K nor V"),
+        ("flip_running@3:layer=two", "layer=two is not a number"),
+    ],
+)
+def test_a_slip_in_the_specification_is_named(spec, words):
+    with pytest.raises(ConfigError, match=words):
+        Injector.parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inject": "flip_running@3:layer=9"}, "layer=9; the pool has 0 to 2"),
+        ({"inject": "flip_running@3:bit=512"}, "bit=512; a row has bits 0 to 511"),
+        ({"inject": "flip_running@3", "checks": ("chain",)}, "content, is off"),
+        ({"inject": "overwrite_slot@3", "content": "none"}, "content, is off"),
+    ],
+)
+def test_a_fault_the_pool_cannot_have_is_refused_at_the_start(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Engine(**options)
