@@ -86,9 +86,8 @@ class Injector:
             layers = sorted({layer for layer, _ in table.names})
             layer = planned.options.get("layer")
             if layer is not None and int(layer) not in layers:
-                raise ConfigError(
-                    f"kvcanary: --kvcanary-inject {planned.name}: layer={layer}; the pool has {layers[0]} to {layers[-1]}"
-                )
+                limit = f"the pool has {layers[0]} to {layers[-1]}"
+                raise ConfigError(f"kvcanary: --kvcanary-inject {planned.name}: layer={layer}; {limit}")
             bits = min((source.read_bytes * 8 for source in table.sources), default=0)
             bit = planned.options.get("bit")
             if bit is not None and int(bit) >= bits:
