@@ -95,7 +95,7 @@ OPTIONS = (
         "mode",
         _one_of(MODES),
         "Watch the KV cache. 'log' reports damaged KV and keeps serving, 'raise' stops the server at the first "
-        "violation, 'off' wraps nothing. Default: off.",
+        "violation, 'off' wraps nothing but the argument parser. Default: off.",
         metavar="{" + ",".join(MODES) + "}",
     ),
     Option(
@@ -177,6 +177,11 @@ def read_config(environment: Mapping[str, str] | None = None, flags: Mapping[str
         elif text := environment.get(option.variable, "").strip():
             values[option.field] = option.parse(option.variable, text)
     config = Config(**values)
+    if config.is_on and "chain" not in config.checks and config.content == "none":
+        raise ConfigError(
+            "kvcanary: --kvcanary-checks content with --kvcanary-content none checks nothing; use partial or all, "
+            "add the check chain, or use mode off"
+        )
     if config.inject and environment.get(ALLOW_INJECT_VARIABLE) != "1":
         raise ConfigError(
             f"kvcanary: --kvcanary-inject {config.inject!r} damages live KV on purpose and is refused; "

@@ -12,6 +12,7 @@ from . import __version__
 from .config import CHECKS, Config
 from .errors import SeamError
 from .patches import declare_engine_patches, declare_parser_patches
+from .patches.server_args import MODE_GAPS
 from .pool_patcher.adapters import COVERED_ALLOCATORS, COVERED_POOLS
 from .pool_patcher.patch import Patch, resolve
 from .runtime.session import Session
@@ -63,13 +64,12 @@ def run_doctor(console: Console) -> int:
             f"{patch.module.removeprefix('sglang.srt.')}\n{patch.owner}.{patch.attribute}", when, patch.why, state
         )
     console.print(table)
-    console.print(f"checks            {', '.join(CHECKS)}", highlight=False)
-    console.print(f"covered pools     {', '.join(COVERED_POOLS)}", highlight=False)
-    console.print(f"covered allocators {', '.join(COVERED_ALLOCATORS)}", highlight=False)
-    console.print(
-        "refused at start  hierarchical cache, prefill/decode disaggregation, speculative decoding, pipeline and "
-        "context parallelism, DP attention, split prefill, diffusion LLMs, unified memory, SGLang's own --kv-canary",
-        highlight=False,
-    )
+    for name, values in (
+        ("checks", CHECKS),
+        ("pools", COVERED_POOLS),
+        ("allocators", COVERED_ALLOCATORS),
+        ("refused", [gap.setting for gap in MODE_GAPS] + ["--kv-canary", "encoder-decoder models"]),
+    ):
+        console.print(f"{name:<11} {', '.join(values)}", highlight=False, soft_wrap=True)
     console.print("[red]drifted" if drifted else "[green]all seams as expected")
     return 1 if drifted else 0

@@ -5,8 +5,10 @@ Wrapped in every mode, so that ``--kvcanary`` can be parsed at all.
 
 from __future__ import annotations
 
+import logging
 import os
 from argparse import ArgumentParser
+from dataclasses import dataclass
 from typing import Any
 
 from kvcanary_plugin.activate import refuse
@@ -14,8 +16,11 @@ from kvcanary_plugin.config import OPTIONS, Config, read_config, to_environment
 from kvcanary_plugin.errors import ConfigError, UncoveredError
 from kvcanary_plugin.faults.injector import Injector
 from kvcanary_plugin.pool_patcher.patch import Patch
+from kvcanary_plugin.report.jsonl import EventLog
 
 MODULE = "sglang.srt.server_args"
+
+logger = logging.getLogger("kvcanary")
 
 
 def declare_patches() -> list[Patch]:
@@ -44,43 +49,45 @@ def declare_patches() -> list[Patch]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class ModeGap:
+    """A server setting under which KV appears or lives where no forward of ours passes: refused until covered."""
+
+    field: str
+    setting: str
+    why: str
+    harmless: Any = None  # a value other than None, False, 0 and "" that means not set
+
+
+MODE_GAPS = (
+    ModeGap(
+        "enable_hierarchical_cache", "--enable-hierarchical-cache", "KV comes back from host memory without a forward"
+    ),
+    ModeGap("disaggregation_mode", "--disaggregation-mode", "KV arrives from another server without a forward", "null"),
+    ModeGap("speculative_algorithm", "--speculative-algorithm", "draft tokens are stored out of order and rejected"),
+    ModeGap("enable_pdmux", "--enable-pdmux", "a batch runs in several interleaved forwards"),
+    ModeGap("dllm_algorithm", "--dllm-algorithm", "blocks are stored several times"),
+    ModeGap("pp_size", "--pp-size above 1", "results of a stage arrive several steps late", 1),
+    ModeGap("enable_dp_attention", "--enable-dp-attention", "ranks run padded batches of their own"),
+    ModeGap("attn_cp_size", "--attn-cp-size above 1", "a prefix is spread over ranks", 1),
+    ModeGap("dcp_size", "--dcp-size above 1", "a prefix is spread over ranks", 1),
+    ModeGap("enable_unified_memory", "--enable-unified-memory", "KV moves between slots"),
+    ModeGap("enable_hisparse", "--enable-hisparse", "KV moves to host memory"),
+    ModeGap("enable_lmcache", "--enable-lmcache", "KV comes back from another store without a forward"),
+    ModeGap("enable_memory_saver", "--enable-memory-saver", "KV is dropped and comes back empty"),
+)
+
+
 def list_mode_gaps(server_args: Any) -> list[str]:
-    """Why KV would appear or live where no forward of ours passes, one line per setting; empty if it would not.
+    """Why this server's KV cannot be followed, one line per setting; empty if it can.
 
     Works on unresolved arguments too. A setting this release does not have reads as not set.
     """
-
-    def given(name: str, *harmless: Any) -> bool:
-        return getattr(server_args, name, None) not in (None, False, 0, "", *harmless)
-
-    gaps = (
-        (
-            given("enable_hierarchical_cache"),
-            "--enable-hierarchical-cache",
-            "KV comes back from host memory without a forward",
-        ),
-        (
-            given("disaggregation_mode", "null"),
-            "--disaggregation-mode",
-            "KV arrives from another server without a forward",
-        ),
-        (
-            given("speculative_algorithm"),
-            "--speculative-algorithm",
-            "draft tokens are stored out of order and rejected",
-        ),
-        (given("enable_pdmux"), "--enable-pdmux", "a batch runs in several interleaved forwards"),
-        (given("dllm_algorithm"), "--dllm-algorithm", "blocks are stored several times"),
-        (given("pp_size", 1), "--pp-size above 1", "results of a stage arrive several steps late"),
-        (given("enable_dp_attention"), "--enable-dp-attention", "ranks run padded batches of their own"),
-        (given("attn_cp_size", 1), "--attn-cp-size above 1", "a prefix is spread over ranks"),
-        (given("dcp_size", 1), "--dcp-size above 1", "a prefix is spread over ranks"),
-        (given("enable_unified_memory"), "--enable-unified-memory", "KV moves between slots"),
-        (given("enable_hisparse"), "--enable-hisparse", "KV moves to host memory"),
-        (given("enable_lmcache"), "--enable-lmcache", "KV comes back from another store without a forward"),
-        (given("enable_memory_saver"), "--enable-memory-saver", "KV is dropped and comes back empty"),
-    )
-    return [f"{setting} is not covered yet ({why})" for is_set, setting, why in gaps if is_set]
+    return [
+        f"{gap.setting} is not covered yet ({gap.why})"
+        for gap in MODE_GAPS
+        if getattr(server_args, gap.field, None) not in (None, False, 0, "", gap.harmless)
+    ]
 
 
 def _add_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,8 +109,9 @@ def _from_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str
     flags = {option.field: getattr(namespace, option.dest, None) or None for option in OPTIONS}
     try:
         config = read_config(flags=flags)
-        if config.inject:
-            Injector.parse(config.inject)  # a slip in it is to be seen now, not once the pools are there
+        _refuse_what_cannot_work(config)
+        if not config.is_on and any(value for field, value in flags.items() if field != "mode"):
+            logger.warning("kvcanary: --kvcanary is off, so the other --kvcanary flags have no effect")
         _refuse_what_is_not_covered(config, namespace)
         os.environ.update(to_environment(config))
         server_args = wrapped(*args, **kwargs)
@@ -111,6 +119,14 @@ def _from_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str
     except (ConfigError, UncoveredError) as error:
         refuse(error)
     return server_args
+
+
+def _refuse_what_cannot_work(config: Config) -> None:
+    """What would otherwise be noticed once the model is loaded."""
+    if config.inject:
+        Injector.parse(config.inject)
+    if config.is_on and config.log:
+        EventLog(config.log).close()
 
 
 def _refuse_what_is_not_covered(config: Config, server_args: Any) -> None:

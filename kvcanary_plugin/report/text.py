@@ -66,7 +66,7 @@ def render_line(violation: Violation) -> str:
     expected, found = render_expected_found(violation)
     position = "" if violation.position is None else f" position {violation.position}"
     return (
-        f"kvcanary: {violation.check}/{violation.kind} in {render_place(violation)}{position}: "
+        f"kvcanary: {violation.title} in {render_place(violation)}{position}: "
         f"expected {expected}, found {found}; {render_reader(violation)}; last written by {render_writer(violation)}"
     )
 
@@ -77,14 +77,14 @@ def render_block(violation: Violation) -> str:
     return "\n".join(
         (
             RULE,
-            f"KVCANARY: {violation.check}/{violation.kind} in {render_place(violation)}",
+            f"KVCANARY: {violation.title} in {render_place(violation)}",
             f"  {violation.explanation}",
             f"  {render_reader(violation)}"
             + ("" if violation.position is None else f", position {violation.position}"),
             f"  expected      {expected}",
             f"  found         {found}",
             f"  last written  by {render_writer(violation)}",
-            f"SUMMARY: kvcanary: {violation.check}/{violation.kind} {violation.pool} slot={violation.slot}"
+            f"SUMMARY: kvcanary: {violation.title} {violation.pool} slot={violation.slot}"
             + ("" if violation.layer is None else f" layer={violation.layer} half={violation.half}")
             + ("" if violation.position is None else f" position={violation.position}"),
             RULE,

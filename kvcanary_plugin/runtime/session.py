@@ -142,7 +142,7 @@ class Session:
         try:
             action(self.guard)
         except CorruptionError as error:
-            logger.critical("kvcanary: stopping the server: %s", error)
+            logger.critical("kvcanary: stopping the server, as --kvcanary raise asks")
             self.reporter.event("stopped", {"why": str(error)})
             self.reporter.close()
             raise

@@ -61,6 +61,11 @@ class Violation:
         return (self.check, self.pool, self.rank, self.slot, self.request if names_no_slot else self.writer)
 
     @property
+    def title(self) -> str:
+        """Check and kind, once where they are the same word."""
+        return self.check if self.kind == self.check else f"{self.check}/{self.kind}"
+
+    @property
     def explanation(self) -> str:
         """One sentence."""
         return EXPLANATIONS[self.kind]

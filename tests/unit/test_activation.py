@@ -112,6 +112,7 @@ def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
         (["--kvcanary=loud"], "--kvcanary='loud' is not one of off, log, raise"),
         (["--kvcanary=log", "--kvcanary-scrub-budget=2"], "'2' must be a share of time above 0 and at most 1"),
         (["--kvcanary=log", "--kvcanary-inject=flip_running@1"], "set KVCANARY_ALLOW_INJECT=1"),
+        (["--kvcanary=log", "--kvcanary-log=/no/such/folder/events.jsonl"], "cannot append to --kvcanary-log"),
         (["--kvcanary=log", "--kv-canary=log"], "exclude each other"),
         (["--kvcanary=log", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not covered yet"),
         (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
@@ -125,6 +126,23 @@ def test_what_cannot_be_honoured_is_refused_with_exit_code_2(parse, capsys, flag
 
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_slip_in_the_faults_is_refused_before_anything_is_loaded(parse, capsys, monkeypatch):
+    monkeypatch.setenv("KVCANARY_ALLOW_INJECT", "1")
+    with pytest.raises(SystemExit) as stop:
+        parse("--kvcanary=log", "--kvcanary-inject=flip_runing@3")
+
+    assert stop.value.code == 2
+    assert "no fault 'flip_runing'; there are flip_running" in capsys.readouterr().err
+
+
+def test_settings_without_the_switch_are_pointed_out(parse, caplog, capsys):
+    parse("--kvcanary-checks=chain")
+
+    # SGLang sends the log to stderr itself once it has set it up
+    said = caplog.text + capsys.readouterr().err
+    assert "--kvcanary is off, so the other --kvcanary flags have no effect" in said
 
 
 def test_uncovered_modes_start_when_allowed(parse):

@@ -69,3 +69,9 @@ def test_injection_needs_permission_from_the_environment():
 def test_every_flag_has_a_variable_of_the_same_name():
     for option in OPTIONS:
         assert option.variable.lower().replace("_", "-") == option.flag.removeprefix("--")
+
+
+def test_a_configuration_that_checks_nothing_is_refused():
+    with pytest.raises(ConfigError, match="checks nothing"):
+        read_config({"KVCANARY": "log", "KVCANARY_CHECKS": "content", "KVCANARY_CONTENT": "none"})
+    assert read_config({"KVCANARY": "log", "KVCANARY_CONTENT": "none"}).checks == ("chain", "content")

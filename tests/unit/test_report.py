@@ -56,7 +56,7 @@ def test_line_begins_with_kind_and_place_and_names_all_parties():
         "read by request abc row 3 in step 42; last written by request xyz row 2 in step 40"
     )
     assert render_line(CONTENT) == (
-        'kvcanary: content/content in layer 17 V slot 9 (pool "mha", rank 0) position 3: '
+        'kvcanary: content in layer 17 V slot 9 (pool "mha", rank 0) position 3: '
         "expected digest 0000000000000006, found digest 0000000000000005; "
         "found by the rotating pass after step 7; last written by nobody"
     )
@@ -65,8 +65,8 @@ def test_line_begins_with_kind_and_place_and_names_all_parties():
 def test_block_ends_with_a_summary_for_grep():
     lines = render_block(CONTENT).splitlines()
 
-    assert lines[1] == 'KVCANARY: content/content in layer 17 V slot 9 (pool "mha", rank 0)'
-    assert lines[-2] == "SUMMARY: kvcanary: content/content mha slot=9 layer=17 half=V position=3"
+    assert lines[1] == 'KVCANARY: content in layer 17 V slot 9 (pool "mha", rank 0)'
+    assert lines[-2] == "SUMMARY: kvcanary: content mha slot=9 layer=17 half=V position=3"
 
 
 @pytest.mark.parametrize("kind", EXPLANATIONS)
