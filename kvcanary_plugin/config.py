@@ -6,6 +6,7 @@ environment. The main process writes the outcome back to the environment, which 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -182,6 +183,8 @@ def read_config(environment: Mapping[str, str] | None = None, flags: Mapping[str
             "kvcanary: --kvcanary-checks content with --kvcanary-content none checks nothing; use partial or all, "
             "add the check chain, or use mode off"
         )
+    if config.content == "none":
+        config = dataclasses.replace(config, checks=tuple(check for check in config.checks if check != "content"))
     if config.inject and environment.get(ALLOW_INJECT_VARIABLE) != "1":
         raise ConfigError(
             f"kvcanary: --kvcanary-inject {config.inject!r} damages live KV on purpose and is refused; "

@@ -21,7 +21,7 @@ def declare_patches(session: Session) -> list[Patch]:
             gaps = list_mode_gaps(instance.server_args)
             if instance.model_config.is_encoder_decoder:
                 gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
-            session.attach(instance, gaps, rank=instance.tp_rank)
+            session.attach(instance, gaps, rank=(instance.dp_rank or 0) * instance.tp_size + instance.tp_rank)
         return result
 
     return [

@@ -74,6 +74,8 @@ MODE_GAPS = (
     ModeGap("enable_unified_memory", "--enable-unified-memory", "KV moves between slots"),
     ModeGap("enable_hisparse", "--enable-hisparse", "KV moves to host memory"),
     ModeGap("enable_lmcache", "--enable-lmcache", "KV comes back from another store without a forward"),
+    ModeGap("use_ray", "--use-ray", "plugins are not loaded in the actors"),
+    ModeGap("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache", "there is no KV to guard"),
     ModeGap("enable_memory_saver", "--enable-memory-saver", "KV is dropped and comes back empty"),
 )
 
@@ -113,7 +115,8 @@ def _from_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str
         if not config.is_on and any(value for field, value in flags.items() if field != "mode"):
             logger.warning("kvcanary: --kvcanary is off, so the other --kvcanary flags have no effect")
         _refuse_what_is_not_covered(config, namespace)
-        os.environ.update(to_environment(config))
+        if config.is_on or any(flags.values()) or "KVCANARY" in os.environ:
+            os.environ.update(to_environment(config))
         server_args = wrapped(*args, **kwargs)
         _refuse_what_is_not_covered(config, server_args)  # SGLang settles some of them itself
     except (ConfigError, UncoveredError) as error:

@@ -25,6 +25,7 @@ class Request:
     origin_input_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     extra_key: str | None = None
+    retraction_count: int = 0
 
 
 class DecodeStep:

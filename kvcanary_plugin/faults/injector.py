@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..report.reporter import Reporter
+from ..report.text import quote
 from .library import FAULTS, NEED_CONTENT
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Injector:
                 raise ConfigError(
                     f"kvcanary: --kvcanary-inject {part!r}: no fault {name!r}; there are {', '.join(FAULTS)}"
                 )
-            if not forward.isdigit():
+            if not forward.isdecimal() or not forward.isascii():
                 raise ConfigError(
                     f"kvcanary: --kvcanary-inject {part!r}: {forward!r} is not a forward number, as in {name}@300"
                 )
@@ -64,23 +65,26 @@ class Injector:
                         f"kvcanary: --kvcanary-inject {part!r}: no option {key!r}; there are {', '.join(OPTIONS)}"
                     )
             for key in ("layer", "bit"):
-                if key in options and not options[key].isdigit():
+                if key in options and not (options[key].isascii() and options[key].isdecimal()):
                     raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: {key}={options[key]} is not a number")
             if options.get("half", "K") not in ("K", "V"):
                 raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: half={options['half']} is neither K nor V")
             planned.append(Planned(name, int(forward), options))
+        if not planned:
+            raise ConfigError(f"kvcanary: --kvcanary-inject {spec!r} names no fault; there are {', '.join(FAULTS)}")
         return cls(planned)
 
-    def check_against(self, table: SourceTable) -> None:
-        """Make sure that every fault can be injected into a pool with these sources.
+    def check_against(self, table: SourceTable, checks: Sequence[str]) -> None:
+        """Make sure that every fault can be injected into a pool with these sources, and be found by these checks.
 
         Raises:
             ConfigError: names the fault, the value and the limit.
         """
         for planned in self._planned:
-            if planned.name in NEED_CONTENT and not table.sources:
+            check = "content" if planned.name in NEED_CONTENT else "chain"
+            if check not in checks or (check == "content" and not table.sources):
                 raise ConfigError(
-                    f"kvcanary: --kvcanary-inject {planned.name}: the check that finds it, content, is off; "
+                    f"kvcanary: --kvcanary-inject {planned.name}: the check that finds it, {check}, is off; "
                     "turn it on or leave the fault out"
                 )
             layers = sorted({layer for layer, _ in table.names})
@@ -117,7 +121,8 @@ class Injector:
             "bound_forwards": bound,
             **done.fields,
         }
-        logger.warning("kvcanary: injected %s", ", ".join(f"{key}={value}" for key, value in fields.items()))
+        shown = (f"{key}={quote(value) if key in ('request', 'other') else value}" for key, value in fields.items())
+        logger.warning("kvcanary: injected %s", ", ".join(shown))
         reporter.event("injected", fields)
 
     def after_forward(self, guard: Guard) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ class EventLog:
         self.path = Path(path)
         try:
             # Token ids may be confidential: readable by the owner and the group only.
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+            # Without O_NONBLOCK a named pipe nobody reads would hold up the server's start.
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o640)
+            self._end_cut_line()
         except OSError as error:
             raise ConfigError(f"kvcanary: cannot append to --kvcanary-log {str(path)!r}: {error.strerror}") from error
 
@@ -32,16 +36,27 @@ class EventLog:
         """Append one event; ``schema``, ``time`` (seconds since 1970) and ``pid`` are added."""
         line = {"schema": SCHEMA, "event": event, "time": round(time.time(), 6), "pid": os.getpid(), **fields}
         # One write call: lines of several processes do not mix.
-        os.write(self._file, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+        text = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        if os.write(self._file, text) != len(text):
+            raise OSError(f"only a part of a line of {len(text)} bytes was written")
 
     def close(self) -> None:
         """Flush to the disk and close."""
-        os.fsync(self._file)
+        with contextlib.suppress(OSError):  # a pipe has no disk
+            os.fsync(self._file)
         os.close(self._file)
+
+    def _end_cut_line(self) -> None:
+        """A crash may have cut the last line of the file; what follows starts on a line of its own."""
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            return
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a file. A last line cut short by a crash is left out; any other bad line is an error.
+    """All events of a file. A line cut short by a crash is left out; any other bad line is an error.
 
     Raises:
         ValueError: a line is not an event of this schema; names the line.
@@ -54,8 +69,8 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
+            if not line.endswith("}"):
+                continue
             raise ValueError(f"{path}:{number} is not JSON: {error.msg}") from error
         if not isinstance(event, dict) or event.get("schema") != SCHEMA or "event" not in event:
             raise ValueError(f"{path}:{number} is not an event of kvcanary schema {SCHEMA}")

@@ -61,8 +61,15 @@ class Reporter:
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
         """Write one line to the event log, if there is one."""
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             self._log.write(name, fields)
+        except OSError as error:  # a full disk must neither stop the server nor the guard
+            logger.error(
+                "kvcanary: cannot write to %s any more (%s); events go to this log only", self._log.path, error
+            )
+            self._log = None
 
     def close(self) -> None:
         """Flush the event log."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 from ..runtime.violation import Violation
 
 RULE = "=" * 78
@@ -9,9 +12,10 @@ MAX_ID_LENGTH = 80
 
 
 def quote(request: str) -> str:
-    """A request id as it may be printed: clients choose it, so control characters are escaped and length is cut."""
-    escaped = request.encode("unicode_escape").decode()
-    return escaped if len(escaped) <= MAX_ID_LENGTH else escaped[:MAX_ID_LENGTH] + "..."
+    """A request id as it may be printed. Clients choose it: an unusual one is quoted and escaped, and length is cut."""
+    if not re.fullmatch(r"[\w.:@-]+", request, re.ASCII):
+        request = json.dumps(request)
+    return request if len(request) <= MAX_ID_LENGTH else request[:MAX_ID_LENGTH] + "..."
 
 
 def render_place(violation: Violation) -> str:
@@ -38,7 +42,7 @@ def render_writer(violation: Violation) -> str:
     """Who stored the slot last."""
     if violation.writer is None:
         return "nobody"
-    request = quote(violation.writer.request or "no longer remembered")
+    request = quote(violation.writer.request) if violation.writer.request else "(no longer remembered)"
     return f"request {request} row {violation.writer.row} in step {violation.writer.step}"
 
 

@@ -20,6 +20,7 @@ from .violation import CHECK_OF_KIND, Violation, Writer, locate_source
 _U64 = (1 << 64) - 1
 _HISTORY_PER_ROW = 16
 MAX_REFINED = 16
+MAX_ID_LENGTH = 256
 
 
 class RowHistory:
@@ -30,7 +31,7 @@ class RowHistory:
 
     def note(self, row: int, step: int, request: str) -> None:
         """``request`` takes ``row`` in ``step``."""
-        self._rows.setdefault(row, deque(maxlen=_HISTORY_PER_ROW)).append((step, request))
+        self._rows.setdefault(row, deque(maxlen=_HISTORY_PER_ROW)).append((step, request[:MAX_ID_LENGTH]))
 
     def writer_of(self, stamp: int) -> Writer | None:
         """Decode a writer stamp; None if nobody wrote."""

@@ -70,7 +70,7 @@ class Guard:
             self.scrubber = Scrubber(pool.page_size, pool.slot_count, config.scrub_budget, self._time_one_slot())
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
-            self.injector.check_against(pool.table)
+            self.injector.check_against(pool.table, config.checks)
 
     @property
     def resident_bytes(self) -> int:
@@ -101,8 +101,6 @@ class Guard:
                 self._history.note(step.rows[index], step.number, step.requests[index].rid)
             fields = step.fields_of(len(requests), self._batch)
             fill_fields(fields, step.rows, step.prefix_lens, list(write_lens), anchors, chains)
-        if self.scrubber is not None:
-            self.scrubber.observe_forward()
         self._announced = step
 
     def before(
@@ -128,6 +126,7 @@ class Guard:
             )
         self._running = step
         if batch_size == 0:
+            step.note_begin()
             return
         batch = self._batch.fields_of(batch_size)
         step.upload(batch)
@@ -152,12 +151,14 @@ class Guard:
                 self._check_content(
                     self.pool.req_to_token[step.rows[index], : step.prefix_lens[index]].to(torch.int64), index
                 )
+        step.note_begin()
 
     def after(self) -> None:
         """Record what the forward stored and scrub the next piece. Enqueued on the forward's stream, behind it."""
         step, self._running = self._running, None
         if step is None:
             return
+        step.note_end()
         batch_size, written = len(step.requests), step.write_total
         tokens, slots = self._batch.stored(written)
         if batch_size:
@@ -218,7 +219,7 @@ class Guard:
 
     def release_all(self) -> None:
         """The pool was flushed."""
-        self._released.append(None)
+        self._released[:] = [None]
 
     def _apply_releases(self) -> None:
         for slots in self._released:
@@ -254,6 +255,8 @@ class Guard:
 
     def _judge(self, step: Step) -> None:
         count, rows = step.read_verdict()
+        if self.scrubber is not None and self.scrubber.wants_timing and step.requests:
+            self.scrubber.observe_forward(step.seconds)
         if not count:
             return
         if not self._on_host:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
-import time
 
 logger = logging.getLogger("kvcanary")
 
@@ -29,8 +27,7 @@ class Scrubber:
         self._budget = budget
         self._seconds_a_slot = seconds_a_slot
         self._cursor = first_slot
-        self._intervals: list[float] = []
-        self._last_forward: float | None = None
+        self._durations: list[float] = []
         self._calibrated = False
         self.passes = 0
         self.slots_a_forward = -(-(slot_count - first_slot) // FIRST_PASS_FORWARDS)
@@ -51,18 +48,22 @@ class Scrubber:
             self._settle_rate()
         return start, count
 
-    def observe_forward(self) -> None:
-        """Note that a forward begins; the time between two of them is what the budget is a share of."""
-        now = time.perf_counter()
-        if self._last_forward is not None and len(self._intervals) < CALIBRATION_FORWARDS:
-            self._intervals.append(now - self._last_forward)
-        self._last_forward = now
+    @property
+    def wants_timing(self) -> bool:
+        """Whether another forward should be timed."""
+        return len(self._durations) < CALIBRATION_FORWARDS
+
+    def observe_forward(self, seconds: float) -> None:
+        """Note how long a forward took: what the budget is a share of. The gaps between forwards are not part of it."""
+        if self.wants_timing:
+            self._durations.append(seconds)
 
     def _settle_rate(self) -> None:
-        if len(self._intervals) < CALIBRATION_FORWARDS:
+        if self.wants_timing:
             return
-        interval = statistics.median(self._intervals)  # the median, so that idle gaps between requests do not count
-        self._intervals.clear()
+        # A short forward, not the median: with a rate set for long prefills the decode steps would exceed the budget.
+        interval = sorted(self._durations)[CALIBRATION_FORWARDS // 10]
+        self._durations.clear()
         affordable = max(1, int(self._budget * interval / self._seconds_a_slot))
         affordable = min(affordable, self._slot_count - self._first_slot)
         if self._calibrated and affordable <= self.slots_a_forward:
@@ -71,7 +72,7 @@ class Scrubber:
         self._calibrated = True
         logger.info(
             "kvcanary: content pass folds %d slots a forward, the whole pool of %d every %d forwards (about %.1f s), "
-            "%.2f%% of a forward of %.2f ms; budget %.2f%%",
+            "%.2f%% of a short forward of %.2f ms; budget %.2f%%",
             self.slots_a_forward,
             self._slot_count - self._first_slot,
             self.period_forwards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,13 @@ class Step:
         self._on_device = buffer.count.device.type != "cpu"
         self._fields = torch.zeros(0, dtype=torch.int64)
         self._verdict = torch.zeros_like(buffer.block, device="cpu", pin_memory=self._on_device)
-        self._copied: Any = torch.get_device_module(buffer.block.device).Event() if self._on_device else None
+        self._began: Any = 0.0
+        self._ended: Any = 0.0
+        self._copied: Any = None
+        if self._on_device:
+            event: Any = torch.get_device_module(buffer.block.device).Event
+            self._began, self._ended = event(enable_timing=True), event(enable_timing=True)
+            self._copied = event()
 
     def fields_of(self, batch_size: int, batch: BatchBuffers) -> Fields:
         """Where the host writes the fields of a batch: in pinned memory of this step, on a CPU in the batch itself."""
@@ -57,6 +64,27 @@ class Step:
         """Copy the fields to the device, in stream order."""
         if self._on_device:
             batch.block.copy_(self._fields[: batch.block.numel()], non_blocking=True)
+
+    def note_begin(self) -> None:
+        """The forward begins, in stream order."""
+        if self._on_device:
+            self._began.record()
+        else:
+            self._began = time.perf_counter()
+
+    def note_end(self) -> None:
+        """The forward has ended, in stream order."""
+        if self._on_device:
+            self._ended.record()
+        else:
+            self._ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long the forward took, without anything of ours; once its verdict was read."""
+        if self._on_device:
+            return float(self._began.elapsed_time(self._ended)) / 1000
+        return float(self._ended - self._began)
 
     def keep_verdict(self, buffer: ViolationBuffer) -> None:
         """Copy what the forward found to the host, in stream order, and make the buffer ready for the next forward."""

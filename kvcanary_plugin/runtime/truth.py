@@ -17,6 +17,9 @@ from ..errors import GuardError
 from ..kernels.mixing import POSITION_SHIFT, mix_array, mix_array_
 from ..kernels.record import POSITION_MASK, TOKEN_MASK
 
+MAX_REMEMBERED_KEYS = 16384
+MAX_KEY_LENGTH = 256
+
 
 class Request(Protocol):
     """What is read of a request of the scheduler."""
@@ -25,12 +28,14 @@ class Request(Protocol):
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
     extra_key: str | None
+    retraction_count: int
 
 
 def make_anchor(fields: Sequence[tuple[str, str]]) -> int:
     """Hash of tagged identity fields, unsigned 64 bit. Tags and lengths keep neighbouring fields apart."""
     parts = [f"{len(tag)}:{tag}={len(value)}:{value};" for tag, value in fields]
-    return xxhash.xxh3_64_intdigest("".join(parts).encode())
+    # A client may send lone surrogates in a key, which strict encoding refuses.
+    return xxhash.xxh3_64_intdigest("".join(parts).encode("utf-8", "surrogatepass"))
 
 
 def hash_tokens(tokens: Sequence[int], start: int) -> npt.NDArray[np.uint64]:
@@ -48,7 +53,8 @@ def tokens_between(request: Request, start: int, stop: int) -> list[int]:
         tokens += request.output_ids[max(start - prompt, 0) : stop - prompt]
     if len(tokens) != stop - start:
         raise GuardError(
-            f"request {request.rid} is to read {stop} tokens but the scheduler knows {prompt + len(request.output_ids)}"
+            f"request {request.rid!r:.100} is to read {stop} tokens but the scheduler knows "
+            f"{prompt + len(request.output_ids)}"
         )
     return tokens
 
@@ -59,7 +65,7 @@ def _token_at(request: Request, position: int) -> int:
         return request.origin_input_ids[position]
     if position - prompt >= len(request.output_ids):
         raise GuardError(
-            f"request {request.rid} is to read position {position} but the scheduler knows "
+            f"request {request.rid!r:.100} is to read position {position} but the scheduler knows "
             f"{prompt + len(request.output_ids)} tokens"
         )
     return request.output_ids[position - prompt]
@@ -78,6 +84,7 @@ class TruthTable:
         self._fingerprint = tuple(fingerprint)
         self._anchors_by_key: dict[str | None, int] = {}
         self._owners: list[weakref.ref[Request] | None] = [None] * row_count
+        self._retractions = [0] * row_count  # a request that was retracted may come back to its row, and starts again
         self._lengths = np.zeros(row_count, dtype=np.int64)
         self._chains = np.zeros(row_count, dtype=np.uint64)
         self._anchors = np.zeros(row_count, dtype=np.uint64)
@@ -87,10 +94,12 @@ class TruthTable:
         key = request.extra_key
         anchor = self._anchors_by_key.get(key)
         if anchor is None:
-            if len(self._anchors_by_key) >= 65536:  # keys may be per tenant; forget rather than grow
-                self._anchors_by_key.clear()
             anchor = make_anchor((*self._fingerprint, ("extra_key", key or "")))
-            self._anchors_by_key[key] = anchor
+            # Clients choose keys: remember short ones only, and forget rather than grow.
+            if len(self._anchors_by_key) >= MAX_REMEMBERED_KEYS:
+                self._anchors_by_key.clear()
+            if key is None or len(key) <= MAX_KEY_LENGTH:
+                self._anchors_by_key[key] = anchor
         return anchor
 
     def advance(
@@ -103,10 +112,11 @@ class TruthTable:
         """
         started = []
         next_rows, next_tokens = [], []
-        owners, have_of = self._owners, self._lengths.item
+        owners, retractions, have_of = self._owners, self._retractions, self._lengths.item
         for index, (request, row, length) in enumerate(zip(requests, rows, lengths, strict=True)):
             owner, have = owners[row], have_of(row)
-            if owner is None or owner() is not request or have > length:
+            is_known = owner is not None and owner() is request and retractions[row] == request.retraction_count
+            if not is_known or have > length:
                 started.append(index)
                 self._restart(request, row)
                 have = 0
@@ -127,7 +137,7 @@ class TruthTable:
     def _extend(self, request: Request, row: int, have: int, length: int) -> None:
         if length > POSITION_MASK:
             raise GuardError(
-                f"request {request.rid} has {length} tokens; a record holds positions up to {POSITION_MASK}"
+                f"request {request.rid!r:.100} has {length} tokens; a record holds positions up to {POSITION_MASK}"
             )
         hashes = hash_tokens(tokens_between(request, have, length), have)
         self._chains[row : row + 1] += hashes.sum(dtype=np.uint64)  # a slice wraps around, a numpy scalar would warn
@@ -136,5 +146,6 @@ class TruthTable:
     def _restart(self, request: Request, row: int) -> None:
         anchor = self.anchor_of(request)
         self._owners[row] = weakref.ref(request)
+        self._retractions[row] = request.retraction_count
         self._lengths[row] = 0
         self._anchors[row] = self._chains[row] = np.uint64(anchor)

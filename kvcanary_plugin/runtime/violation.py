@@ -57,8 +57,12 @@ class Violation:
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two violations the same damage: one report each, then counted."""
-        names_no_slot = self.kind in ("row_range", "slot_range", "write_range")
-        return (self.check, self.pool, self.rank, self.slot, self.request if names_no_slot else self.writer)
+        damage = (self.check, self.pool, self.rank, self.slot)
+        if self.kind in ("row_range", "slot_range", "write_range"):
+            return (*damage, self.request)  # there is no slot: it is the row of that request which is damaged
+        if self.check == "chain":
+            return (*damage, self.kind, self.position, self.writer)
+        return (*damage, self.writer)
 
     @property
     def title(self) -> str:

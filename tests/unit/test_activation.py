@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 
 import pytest
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -118,6 +119,7 @@ def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
         (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
         (["--kvcanary=log", "--speculative-algorithm=NGRAM"], "--speculative-algorithm is not covered yet"),
         (["--kvcanary=log", "--enable-memory-saver"], "--enable-memory-saver is not covered yet"),
+        (["--kvcanary=log", "--use-ray"], "--use-ray is not covered yet"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_exit_code_2(parse, capsys, flags, words):
@@ -149,6 +151,14 @@ def test_uncovered_modes_start_when_allowed(parse):
     parse("--kvcanary=log", "--enable-hierarchical-cache", "--kvcanary-allow-uncovered")
 
     assert read_config().is_on
+
+
+def test_off_writes_nothing_to_the_environment(parse, monkeypatch):
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable)
+    parse()
+
+    assert not [name for name in os.environ if name.startswith("KVCANARY")]
 
 
 def test_uncovered_modes_are_none_of_our_business_when_off(parse):

@@ -48,6 +48,9 @@ def test_options_choose_the_bit():
     ("spec", "words"),
     [
         ("explode@3", "no fault 'explode'; there are flip_running"),
+        (" ; ", "names no fault"),
+        ("flip_running@\u00b2", "is not a forward number"),
+        ("flip_running@3:bit=-1", "bit=-1 is not a number"),
         ("flip_running", "'' is not a forward number"),
         ("flip_running@soon", "'soon' is not a forward number"),
         ("flip_running@3:colour=red", "no option 'colour'"),
@@ -67,6 +70,7 @@ def test_a_slip_in_the_specification_is_named(spec, words):
         ({"inject": "flip_running@3:bit=512"}, "bit=512; a row has bits 0 to 511"),
         ({"inject": "flip_running@3", "checks": ("chain",)}, "content, is off"),
         ({"inject": "overwrite_slot@3", "content": "none"}, "content, is off"),
+        ({"inject": "swap_entries@3", "checks": ("content",)}, "chain, is off"),
     ],
 )
 def test_a_fault_the_pool_cannot_have_is_refused_at_the_start(options, words):

@@ -183,3 +183,20 @@ def test_a_damaged_record_is_named_where_it_is():
     engine.decode(request)
 
     assert [(v.kind, v.position) for v in engine.violations] == [("link", 11)]
+
+
+def test_another_fault_of_another_row_on_the_same_slot_is_reported_too():
+    engine = Engine()
+    one, other = engine.request(30), engine.request(30)
+    engine.prefill(one, other)
+    shared = engine.slots_of(one)[20]
+    engine.rows.req_to_token[one.req_pool_idx, 4] = shared
+    engine.decode(one, other)
+    engine.rows.req_to_token[other.req_pool_idx, 9] = shared
+    engine.decode(one, other)
+    engine.decode(one, other)
+
+    assert [(v.request, v.position, v.slot) for v in engine.violations] == [
+        (one.rid, 4, int(shared)),
+        (other.rid, 9, int(shared)),
+    ]

@@ -105,3 +105,12 @@ def test_requests_of_different_namespaces_are_silent():
         engine.run(request)
 
     assert engine.violations == []
+
+
+def test_a_key_that_no_encoding_takes_is_silent():
+    engine = Engine()
+    request = engine.request(20, extra_key="\ud800x")
+    engine.prefill(request)
+    engine.run(request)
+
+    assert engine.violations == []

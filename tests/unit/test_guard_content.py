@@ -105,3 +105,20 @@ def test_without_content_nothing_is_folded():
 
     assert engine.guard.scrubber is None
     assert engine.guard.pool.table.sources == ()
+
+
+def test_damaged_prefix_of_a_retracted_request_is_found_when_it_comes_back_to_its_row():
+    engine = Engine(size=20000)  # the rotating pass is far away
+    request = engine.request(40)
+    engine.prefill(request)
+    row = request.req_pool_idx
+    prefix = engine.finish(request, keep=40)
+    engine.pool.v_buffer[1].view(torch.int16)[prefix[20], 0, 0] ^= 1
+    request.reset_for_retract()
+    request.output_ids.append(7)
+    engine.rows.free_slots.remove(row)
+    engine.rows.free_slots.insert(0, row)
+    engine.prefill(request, prefix=prefix)
+
+    assert request.req_pool_idx == row
+    assert [(v.slot, v.phase) for v in engine.violations if v.phase == "start"] == [(int(prefix[20]), "start")]

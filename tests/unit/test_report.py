@@ -78,9 +78,10 @@ def test_every_kind_has_a_line_and_a_block(kind):
 
 
 def test_what_a_client_put_into_a_request_id_cannot_forge_a_line():
-    forged = dataclasses.replace(CHAIN, request="a\nkvcanary: all is well\x1b[2J")
+    forged = dataclasses.replace(CHAIN, request="a\nkvcanary: all is well\x1b[2J; last written by request b")
 
     assert "\n" not in render_line(forged)
+    assert '; last written by request b" row 3' in render_line(forged)  # within quotes
     assert "\x1b" not in render_line(forged) + render_block(forged)
 
 
@@ -95,13 +96,32 @@ def test_event_log_lines_are_json_with_hashes_as_text(tmp_path):
     assert event["writer"] == {"step": 40, "row": 2, "request": "xyz"}
 
 
+def test_a_full_disk_costs_the_file_and_nothing_else(caplog):
+    reporter = Reporter(EventLog("/dev/full"))
+
+    assert reporter.report([CHAIN]) == [CHAIN]
+    assert reporter.report([CONTENT]) == [CONTENT]
+    assert caplog.text.count("events go to this log only") == 1
+
+
+def test_a_restart_after_a_crash_leaves_the_file_readable(tmp_path):
+    path = tmp_path / "events.jsonl"
+    good = json.dumps({"schema": 1, "event": "attached"})
+    path.write_text(f'{good}\n{{"schema": 1, "ev')
+    log = EventLog(path)
+    log.write("attached", {})
+    log.close()
+
+    assert [event["event"] for event in read_events(path)] == ["attached", "attached"]
+
+
 def test_a_last_line_cut_short_is_no_error_any_other_is(tmp_path):
     path = tmp_path / "events.jsonl"
     good = json.dumps({"schema": 1, "event": "attached"})
     path.write_text(f'{good}\n{{"schema": 1, "ev')
     assert len(read_events(path)) == 1
 
-    path.write_text(f"{good}\nnonsense\n{good}\n")
+    path.write_text(f"{good}\n{{nonsense}}\n{good}\n")
     with pytest.raises(ValueError, match=r"events\.jsonl:2 is not JSON"):
         read_events(path)
     path.write_text('{"foreign": true}\n')
