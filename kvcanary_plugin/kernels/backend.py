@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -100,8 +99,3 @@ def pick_backend(device: torch.device | str) -> Backend:
     if kind in TRITON_DEVICES:
         return load_triton()
     return NUMPY if kind == "cpu" else REFERENCE
-
-
-def describe(backend: Backend, device: Any) -> str:
-    """For log lines."""
-    return f"{backend.name} on {device}"
