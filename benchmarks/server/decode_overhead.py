@@ -28,8 +28,8 @@ MAX_PERIOD_FORWARDS = 200
 # shape, bound on the median step, scrub budget that covers the pool within MAX_PERIOD_FORWARDS, and rounds of requests
 # in one measurement: some seconds of it, or the clients' processes decide the figure
 SHAPES: dict[str, tuple[Shape, float, float, int]] = {
-    "12 layers, hidden 768": (MEDIUM, 0.02, 0.0105, 1),
-    "4 layers, hidden 128": (TINY, 0.08, 0.0026, 5),
+    "12 layers, hidden 768": (MEDIUM, 0.02, 0.0085, 1),
+    "4 layers, hidden 128": (TINY, 0.08, 0.0014, 5),
 }
 
 
