@@ -1,4 +1,4 @@
-"""Digest and locator of chosen slots over all sources. Torch reference and CPU backend.
+"""Digest and locator of chosen slots over all sources. Torch reference.
 
 Works through blocks of bounded size, so that the scratch stays small beside the pool and within a core's cache.
 """

@@ -1,4 +1,4 @@
-"""Lay a batch out as CSR. Torch reference and CPU backend."""
+"""Lay a batch out as CSR. Torch reference."""
 
 from __future__ import annotations
 

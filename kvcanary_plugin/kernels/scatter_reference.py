@@ -1,4 +1,4 @@
-"""Scatter CSR spans of token ids into per-request rows. Torch reference and CPU backend."""
+"""Scatter CSR spans of token ids into per-request rows. Torch reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fold slots again and compare with what was sealed. Torch reference and CPU backend."""
+"""Fold slots again and compare with what was sealed. Torch reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import record as r
-from .fold_reference import fold_slots
+from .fold_reference import fold_slots, seal_slots
 from .violations import ViolationBuffer
 
 if TYPE_CHECKING:
@@ -65,16 +65,9 @@ def seal_and_scrub(
     count: int,
     violations: ViolationBuffer,
 ) -> None:
-    """``seal_slots`` of ``slots``, then ``scrub_range``, in one fold: half the calls, which is what counts on a CPU."""
-    stop = min(start + count, records.shape[0])
-    sealed = torch.where((slots < 0) | (slots >= records.shape[0]), 0, slots)
-    chosen = torch.cat((sealed, torch.arange(start, stop, device=records.device)))
-    found = torch.empty((2, chosen.numel()), dtype=torch.int64, device=records.device)
-    fold_slots(table, chosen, digest=found[0], locator=found[1])
-    n = slots.numel()
-    records[:, r.DIGEST].index_copy_(0, sealed, found[0, :n])
-    records[:, r.LOCATOR].index_copy_(0, sealed, found[1, :n])
-    report_slots(records, writers, chosen[n:], found[:, n:], -1, violations)
+    """``seal_slots`` of ``slots``, then ``scrub_range``. The other backends do both in one fold or launch."""
+    seal_slots(records=records, table=table, slots=slots)
+    scrub_range(records=records, writers=writers, table=table, start=start, count=count, violations=violations)
 
 
 def report_slots(

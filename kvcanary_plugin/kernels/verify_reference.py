@@ -1,4 +1,4 @@
-"""Check every slot a forward is about to read against the prefix it must hold. Torch reference and CPU backend."""
+"""Check every slot a forward is about to read against the prefix it must hold. Torch reference."""
 
 from __future__ import annotations
 

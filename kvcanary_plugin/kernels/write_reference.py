@@ -1,4 +1,4 @@
-"""Make chain records of the tokens a forward stores. Torch reference and CPU backend."""
+"""Make chain records of the tokens a forward stores. Torch reference."""
 
 from __future__ import annotations
 
