@@ -1,1 +1,1 @@
-"""The arithmetic of the shadow record: one stem per operation, a torch reference that is also the CPU backend."""
+"""The arithmetic of the shadow record: per operation one stem, a torch reference and the backends beside it."""
