@@ -17,13 +17,21 @@ class CapturedLaunches:
     """
 
     def __init__(self, enqueue: Callable[[], None], device: torch.device) -> None:
-        """Record what ``enqueue`` launches. It runs once before, to compile and allocate, so it must do no harm."""
-        enqueue()
+        """Record what ``enqueue`` launches, without running it.
+
+        It must have run before on tensors of the same shapes, so that nothing is compiled or allocated while recording.
+        Neither side waits for the other: a server may be under load.
+        """
         module: Any = torch.get_device_module(device)
-        module.synchronize(device)
         self._graph = module.CUDAGraph()
-        with module.graph(self._graph):
+        aside, current = module.Stream(device), module.current_stream(device)
+        aside.wait_stream(current)
+        with module.stream(aside):
+            # What other threads do meanwhile is none of this capture's business.
+            self._graph.capture_begin(capture_error_mode="thread_local")
             enqueue()
+            self._graph.capture_end()
+        current.wait_stream(aside)
 
     def replay(self) -> None:
         """Enqueue it all on the current stream."""

@@ -66,12 +66,14 @@ class SourcePointers:
             SourceGroup(torch.tensor(places).to(device), _keys_of(table, [b for _, b in places], shape[0]), *shape)
             for shape, places in shapes.items()
         )
+        self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []  # captured launches go on using them
         self._sums = torch.zeros((2, 0), dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
 
     def scratch(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeroed sums, int64 (2, >= ``slots``), and zeroed arrival counts, int32 (>= ``slots``,)."""
         if self._arrivals.shape[0] < slots:
+            self._outgrown.append((self._sums, self._arrivals))
             self._sums = self._sums.new_zeros((2, 2 * slots))
             self._arrivals = self._arrivals.new_zeros(2 * slots)
         return self._sums, self._arrivals

@@ -40,6 +40,35 @@ class Kind(IntEnum):
     WRITE_RANGE = 7  # a slot id that is to be written lies outside the pool; no record made
     CONTENT = 8  # the bytes are not the ones that were written
 
+    # Ownership; see ledger.py for the columns.
+    DOUBLE_ALLOC = 32  # the allocator gave out a slot that somebody holds
+    DOUBLE_FREE = 33  # a free slot was freed
+    FREE_IN_USE = 34  # a slot was freed that the row of a running request names
+    FREE_IN_TREE = 35  # a slot was freed that a node of the radix tree holds
+    FREE_IN_FLIGHT = 36  # a slot was freed that a transfer uses
+    INSERT_NOT_OWNED = 37  # the radix tree took a slot that is free, another's, or in it already
+    WRITE_NOT_OWNED = 38  # a forward is to store to a slot that its request does not own
+    WRITE_TWICE = 39  # a forward is to store two tokens to one slot
+    FOREIGN_SLOT = 40  # the row names a slot that another request owns
+    FREED_SLOT = 41  # the row names a free slot
+    QUARANTINED_SLOT = 42  # the row names a slot that was taken out of circulation
+    TRIMMED_SLOT = 43  # the row names a slot within the window whose window part was freed
+    DELTA_RANGE = 44  # the allocator or the tree handled a slot outside the pool
+
+
+class Header(IntEnum):
+    """What stands in front of the fields that the host sends with a forward, one int64 each."""
+
+    STEP = 0
+    SCRUB_START = 1  # first slot of the rotating pass
+    REQUESTS = 2
+    WRITTEN = 3  # tokens the forward stores
+    INPUT_IDS = 4  # where the forward's own tensors lie
+    OUT_CACHE_LOC = 5
+    REQ_POOL_INDICES = 6
+
+
+HEADER_WORDS: Final = len(Header) + 1  # even, so that what follows is aligned to 16 bytes
 
 # Columns of a raw violation row, all int64.
 ROW_KIND: Final = 0

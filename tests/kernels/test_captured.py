@@ -34,6 +34,7 @@ def test_one_capture_serves_smaller_batches():
             violations=into,
         )
 
+    verify(load_triton(), violations, batch.total)  # compiles
     captured = CapturedLaunches(lambda: verify(load_triton(), violations, batch.total), device)
     assert int(violations.count) == 0
     anchors.copy_(batch.anchors)

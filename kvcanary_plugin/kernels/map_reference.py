@@ -1,0 +1,18 @@
+"""Slots of a companion space, looked up before a forward because the table may change behind it. Torch reference."""
+
+from __future__ import annotations
+
+import torch
+
+
+def map_slots(*, slots: torch.Tensor, mapping: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[i] = mapping[slots[i]]``, and -1 where ``slots[i]`` is no index of it or what stands there is not positive.
+
+    Args:
+        slots: int64 (n,).
+        mapping: int64 or int32 (m,).
+        out: int64 (n,), out.
+    """
+    inside = (slots >= 0) & (slots < mapping.shape[0])
+    found = mapping[torch.where(inside, slots, 0)].to(torch.int64)
+    out.copy_(torch.where(inside & (found > 0), found, -1))
