@@ -13,9 +13,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import ConfigError
+from .tiers.hf3fs.options import to_extra_config
 
-MODES = ("off", "log", "raise")
-CHECKS = ("chain", "content")
+MODES = ("off", "log", "raise", "quarantine")
+CHECKS = ("chain", "content", "presence", "identity")
+BYTE_CHECKS = ("content", "presence")  # they look at the rows themselves
 CONTENT_LEVELS = ("none", "partial", "all")
 ALLOW_INJECT_VARIABLE = "KVCANARY_ALLOW_INJECT"
 _TRUE = ("1", "true", "yes", "on")
@@ -63,6 +65,14 @@ def _parse_switch(name: str, text: str) -> bool:
 
 def _parse_text(_: str, text: str) -> str | None:
     return text or None
+
+
+def _parse_storage(name: str, text: str) -> str:
+    try:
+        to_extra_config(text)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in {name}={text!r})") from error
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +136,25 @@ OPTIONS = (
         is_switch=True,
     ),
     Option(
+        "strict_weights",
+        _parse_switch,
+        "Treat requests that go on running while the weights are updated in place as damaged. Default: they are "
+        "reported once.",
+        is_switch=True,
+    ),
+    Option(
         "inject",
         _parse_text,
         "Faults to inject, for tests and drills: FAULT@FORWARD[:key=value,...][;...]. Refused unless "
         f"{ALLOW_INJECT_VARIABLE}=1.",
         metavar="SPEC",
+    ),
+    Option(
+        "hf3fs",
+        _parse_storage,
+        "Store KV pages behind the hierarchical cache in verified page files in this folder, on a 3FS mount or on any "
+        "disk; ?capacity=200GiB&client=usrbio&index=redis://... and the like may follow. Works in every mode.",
+        metavar="PATH",
     ),
 )
 
@@ -145,7 +169,9 @@ class Config:
     scrub_budget: float = 0.005
     log: str | None = None
     allow_uncovered: bool = False
+    strict_weights: bool = False
     inject: str | None = None
+    hf3fs: str | None = None
 
     @property
     def is_on(self) -> bool:
@@ -156,6 +182,11 @@ class Config:
     def has_content(self) -> bool:
         """Whether bytes are fingerprinted at all."""
         return "content" in self.checks and self.content != "none"
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether any check looks at the rows of KV themselves."""
+        return self.content != "none" and any(check in self.checks for check in BYTE_CHECKS)
 
 
 def read_config(environment: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None) -> Config:
@@ -178,13 +209,14 @@ def read_config(environment: Mapping[str, str] | None = None, flags: Mapping[str
         elif text := environment.get(option.variable, "").strip():
             values[option.field] = option.parse(option.variable, text)
     config = Config(**values)
-    if config.is_on and "chain" not in config.checks and config.content == "none":
-        raise ConfigError(
-            "kvcanary: --kvcanary-checks content with --kvcanary-content none checks nothing; use partial or all, "
-            "add the check chain, or use mode off"
-        )
     if config.content == "none":
-        config = dataclasses.replace(config, checks=tuple(check for check in config.checks if check != "content"))
+        left = tuple(check for check in config.checks if check not in BYTE_CHECKS)
+        if config.is_on and not left:
+            raise ConfigError(
+                f"kvcanary: --kvcanary-checks {','.join(config.checks)} with --kvcanary-content none checks nothing; "
+                "use partial or all, add the check chain, or use mode off"
+            )
+        config = dataclasses.replace(config, checks=left)
     if config.inject and environment.get(ALLOW_INJECT_VARIABLE) != "1":
         raise ConfigError(
             f"kvcanary: --kvcanary-inject {config.inject!r} damages live KV on purpose and is refused; "

@@ -1,25 +1,27 @@
-"""The guard's host work of one decode step, made of the same calls, on a pool of a small model."""
+"""The guard's host work of one decode step: a real guard on the pool of a small model, fed by a miniature scheduler."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
-from kvcanary_plugin.kernels import record as r
-from kvcanary_plugin.kernels.backend import Backend
-from kvcanary_plugin.kernels.captured import CapturedLaunches
-from kvcanary_plugin.kernels.violations import ViolationBuffer
+from kvcanary_plugin.config import Config
 from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source
-from kvcanary_plugin.runtime.truth import TruthTable
+from kvcanary_plugin.pool_patcher.spaces import GuardedPool, SlotSpace
+from kvcanary_plugin.report.reporter import Reporter
+from kvcanary_plugin.runtime.guard import Guard
 
-SCRUBBED = 64
+WARM_STEPS = 150  # past the calibration of the rotating pass, and every size recorded
+TIMED_STEPS = 300
 
 
 @dataclass(eq=False)
 class Request:
-    """What the truth table reads of a request."""
+    """What the guard reads of a request."""
 
     rid: str
     origin_input_ids: list[int]
@@ -28,160 +30,74 @@ class Request:
     retraction_count: int = 0
 
 
-class DecodeStep:
-    """``bs`` requests that each read ``length`` positions and store one token, over and over at the same place."""
+class DecodeLoop:
+    """``bs`` requests that were prefilled with ``length`` tokens and now decode, one guarded forward after another."""
 
-    def __init__(self, bs: int, length: int, device: torch.device, backend: Backend) -> None:
-        slot_count = bs * (length + 1) + SCRUBBED + 1
+    def __init__(self, bs: int, length: int, device: torch.device, *, captured: bool) -> None:
+        steps = WARM_STEPS + TIMED_STEPS + 8
+        context = length + steps
+        slot_count = bs * context + 1
         buffers = [torch.randint(-(2**62), 2**62, (slot_count, 16), device=device) for _ in range(64)]
         named = [
             ((b // 2, "KV"[b % 2]), make_row_source(layer_buffer=x, read_bytes=128)[0]) for b, x in enumerate(buffers)
         ]
-        self.violations = ViolationBuffer(256, device)
-        self._backend = backend
-        self._table = SourceTable(named, slot_count, device)
-        self._records = torch.zeros((slot_count, r.RECORD_WORDS), dtype=torch.int64, device=device)
-        self._writers = torch.zeros(slot_count, dtype=torch.int64, device=device)
-        slots = (torch.randperm(bs * (length + 1)) + 1).view(bs, length + 1)
-        self._req_to_token = torch.zeros((bs + 1, length + 1), dtype=torch.int32, device=device)
-        self._req_to_token[1:] = slots.to(device, torch.int32)
-        tokens = torch.randint(0, 128_000, (bs, length + 1))
-        self._requests = [Request(str(i), row) for i, row in enumerate(tokens.tolist())]
-        self._rows, self._length, self._bs = list(range(1, bs + 1)), length, bs
-        self._truth = TruthTable(bs + 1, (("model", "benchmark"),))
-        self._upload = torch.zeros((6, bs + 1), dtype=torch.int64, pin_memory=True)
-        self._host = self._upload.numpy()
-        self._batch = torch.zeros_like(self._upload, device=device)
-        self._input_ids = tokens[:, -1].to(device)
-        self._out_cache_loc = slots[:, -1].to(device)
-        self._snapshot = torch.zeros((2, bs), dtype=torch.int64, device=device)
-        self._drained = torch.zeros_like(self.violations.block, device="cpu").pin_memory()
-        self._event = torch.cuda.Event()
-        anchors, _, _ = self._truth.advance(self._requests, self._rows, [length - 1] * bs)
-        self._chains = self._truth._chains.copy()
-        self._ones = torch.ones(bs, dtype=torch.int64).numpy()
-        backend.write_chain(
-            records=self._records,
-            writers=self._writers,
-            slots=slots[:, :-1].reshape(-1).to(device),
-            tokens=tokens[:, :-1].reshape(-1).to(device),
-            rows=torch.arange(1, bs + 1, device=device),
-            prefix_lens=torch.zeros(bs, dtype=torch.int64, device=device),
-            offsets=torch.arange(bs + 1, device=device) * length,
-            seeds=torch.from_numpy(anchors.view("int64")).to(device),
-            step=1,
-            first_slot=1,
-            violations=self.violations,
-        )
-        backend.seal_slots(records=self._records, table=self._table, slots=torch.arange(slot_count, device=device))
-        self.hash()
-        self.upload()
-        self._before = CapturedLaunches(self.verify, device)
-        self._after = CapturedLaunches(self._launch_after, device)
+        req_to_token = torch.zeros((bs + 1, context), dtype=torch.int32, device=device)
+        slots = (torch.randperm(bs * context, device=device) + 1).view(bs, context)
+        req_to_token[1:] = slots.to(torch.int32)
+        main = SlotSpace("full", SourceTable(named, slot_count, device), slot_count, page_size=1)
+        pool = GuardedPool("benchmark", None, None, req_to_token, main, (("model", "benchmark"),))
+        self._reporter = Reporter()
+        self.guard = Guard(pool, Config(mode="log"), self._reporter)
+        if not captured:
+            self.guard._captured = None
+        tokens = torch.randint(0, 128_000, (bs, length))
+        self.requests = [Request(f"r{i}", row) for i, row in enumerate(tokens.tolist())]
+        self._rows = list(range(1, bs + 1))
+        self._ones = [1] * bs
+        self._indices = torch.arange(1, bs + 1, device=device)
+        self._slots, self._length = slots, length
+        self._sampled = torch.randint(0, 128_000, (bs,)).tolist()
+        self._input_ids = torch.tensor(self._sampled, device=device)
+        self.parts: dict[str, list[float]] = {}
+        self._forward(tokens.to(device).view(-1), slots[:, :length].reshape(-1), [0] * bs, [length] * bs)
 
-    def parts(self) -> list[tuple[str, Callable[[], None]]]:
-        """What the table lists."""
-        return [
-            ("true hashes", self.hash),
-            ("uploads", self.upload),
-            ("verify", self.verify),
-            ("write", self.write),
-            ("seal and scrub", self.seal_and_scrub),
-            ("drain", self.drain),
-            ("the whole step", self.run),
-            ("verify, captured", self._before.replay),
-            ("write, seal, scrub and drain, captured", self._after.replay),
-            ("the whole step, kernels captured", self.run_captured),
-        ]
+    def step(self) -> None:
+        """One decode step. Making its inputs and waiting for the device are not timed."""
+        for request, token in zip(self.requests, self._sampled, strict=True):
+            request.output_ids.append(token)
+        position = self._length
+        slots = self._slots[:, position].contiguous()
+        self._forward(self._input_ids, slots, [position] * len(self._rows), self._ones)
+        self._length += 1
 
-    def run(self) -> None:
-        """All of it."""
-        self.hash()
-        self.upload()
-        self.verify()
-        self.write()
-        self.seal_and_scrub()
-        self.drain()
+    def run(self) -> dict[str, float]:
+        """Median microseconds of each part over ``TIMED_STEPS`` steps, after warming up."""
+        for _ in range(WARM_STEPS):
+            self.step()
+        self.parts.clear()
+        for _ in range(TIMED_STEPS):
+            self.step()
+        result = {part: median(times) for part, times in self.parts.items()}
+        result["the whole step"] = median(map(sum, zip(*self.parts.values(), strict=True)))
+        return result
 
-    def run_captured(self) -> None:
-        """All of it, with the kernels, the copy of the verdict and the reset in two device graphs."""
-        self.hash()
-        self.upload()
-        self._before.replay()
-        self._after.replay()
-        self._event.record()
+    @property
+    def violations(self) -> int:
+        """Violations so far; anything but 0 means that the loop is not what it claims to be."""
+        return self._reporter.counts.total()
 
-    def _launch_after(self) -> None:
-        self.write()
-        self.seal_and_scrub()
-        self._drained.copy_(self.violations.block, non_blocking=True)
-        self.violations.reset()
+    def _forward(
+        self, tokens: torch.Tensor, slots: torch.Tensor, prefix_lens: list[int], write_lens: list[int]
+    ) -> None:
+        guard, result = self.guard, object()
+        self._time("announce", lambda: guard.announce(self.requests, self._rows, prefix_lens, write_lens))
+        self._time("before", lambda: guard.before(tokens, slots, self._indices))
+        self._time("after", guard.after)
+        self._time("note the launch", lambda: guard.note_launched(result))
+        torch.cuda.synchronize()  # as SGLang has waited for its result by then
+        self._time("settle", lambda: guard.settle(result))
 
-    def hash(self) -> None:
-        """Move the true hashes on by one token, from where they stood a step before; lay the batch out as CSR."""
-        bs, host = self._bs, self._host
-        self._truth._lengths[:] = self._length - 1
-        self._truth._chains[:] = self._chains
-        lengths = [self._length] * bs
-        anchors, chains, _ = self._truth.advance(self._requests, self._rows, lengths)
-        host[0, :bs], host[1, :bs] = self._rows, lengths
-        host[2, 1:] = host[1, :bs].cumsum()
-        host[3, 1:] = self._ones.cumsum()
-        host[4, :bs], host[5, :bs] = anchors.view("int64"), chains.view("int64")
-
-    def upload(self) -> None:
-        """What the host knows, and copies of what the forward may change."""
-        self._batch.copy_(self._upload, non_blocking=True)
-        self._snapshot[0].copy_(self._input_ids)
-        self._snapshot[1].copy_(self._out_cache_loc)
-
-    def verify(self) -> None:
-        """Before the forward."""
-        bs, batch = self._bs, self._batch
-        self._backend.verify_prefixes(
-            records=self._records,
-            writers=self._writers,
-            req_to_token=self._req_to_token,
-            rows=batch[0, :bs],
-            offsets=batch[2],
-            anchors=batch[4],
-            end_points=batch[5],
-            total=bs * self._length,
-            first_slot=1,
-            violations=self.violations,
-        )
-
-    def write(self) -> None:
-        """After the forward."""
-        bs, batch = self._bs, self._batch
-        self._backend.write_chain(
-            records=self._records,
-            writers=self._writers,
-            slots=self._snapshot[1],
-            tokens=self._snapshot[0],
-            rows=batch[0, :bs],
-            prefix_lens=batch[1],
-            offsets=batch[3],
-            seeds=batch[5],
-            step=2,
-            first_slot=1,
-            violations=self.violations,
-        )
-
-    def seal_and_scrub(self) -> None:
-        """Behind it."""
-        self._backend.seal_and_scrub(
-            records=self._records,
-            writers=self._writers,
-            table=self._table,
-            slots=self._snapshot[1],
-            start=1,
-            count=SCRUBBED,
-            violations=self.violations,
-        )
-
-    def drain(self) -> None:
-        """The verdict on its way to the host."""
-        self._drained.copy_(self.violations.block, non_blocking=True)
-        self.violations.reset()
-        self._event.record()
+    def _time(self, part: str, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        self.parts.setdefault(part, []).append((time.perf_counter() - start) * 1e6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -50,16 +49,3 @@ class Clock:
             self._junk.sum()
         else:
             torch.cuda._sleep(_IDLE_CYCLES)
-
-
-def time_host(work: Callable[[], None], rounds: int = 15, calls: int = 50) -> float:
-    """Microseconds of host time that one call of ``work`` takes: the median of rounds that do not fill the queue."""
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        times.append((time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6

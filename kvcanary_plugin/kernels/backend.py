@@ -10,13 +10,22 @@ from dataclasses import dataclass
 import torch
 
 from . import (
+    drain_numpy,
+    drain_reference,
     fold_numpy,
     fold_reference,
+    ledger_numpy,
+    ledger_reference,
+    map_reference,
     plan_numpy,
     plan_reference,
+    poison_numpy,
+    poison_reference,
     scatter_reference,
     scrub_numpy,
     scrub_reference,
+    stage_numpy,
+    stage_reference,
     verify_numpy,
     verify_reference,
     write_numpy,
@@ -33,6 +42,11 @@ class Backend:
     name: str
     plan_offsets: Callable[..., None]
     plan_batch: Callable[..., None]
+    stage_batch: Callable[..., None]
+    drain: Callable[..., None]
+    apply_delta: Callable[..., None]
+    claim_writes: Callable[..., None]
+    check_reads: Callable[..., None]
     scatter_req_token_ids: Callable[..., None]
     verify_prefixes: Callable[..., None]
     write_chain: Callable[..., None]
@@ -41,12 +55,19 @@ class Backend:
     check_slots: Callable[..., None]
     scrub_range: Callable[..., None]
     seal_and_scrub: Callable[..., None]
+    poison_slots: Callable[..., None]
+    map_slots: Callable[..., None]
 
 
 REFERENCE = Backend(
     "torch",
     plan_offsets=plan_reference.plan_offsets,
     plan_batch=plan_reference.plan_batch,
+    stage_batch=stage_reference.stage_batch,
+    drain=drain_reference.drain,
+    apply_delta=ledger_reference.apply_delta,
+    claim_writes=ledger_reference.claim_writes,
+    check_reads=ledger_reference.check_reads,
     scatter_req_token_ids=scatter_reference.scatter_req_token_ids,
     verify_prefixes=verify_reference.verify_prefixes,
     write_chain=write_reference.write_chain,
@@ -55,6 +76,8 @@ REFERENCE = Backend(
     check_slots=scrub_reference.check_slots,
     scrub_range=scrub_reference.scrub_range,
     seal_and_scrub=scrub_reference.seal_and_scrub,
+    poison_slots=poison_reference.poison_slots,
+    map_slots=map_reference.map_slots,
 )
 
 
@@ -63,6 +86,11 @@ NUMPY = dataclasses.replace(
     REFERENCE,
     name="numpy",
     plan_offsets=plan_numpy.plan_offsets,
+    stage_batch=stage_numpy.stage_batch,
+    drain=drain_numpy.drain,
+    apply_delta=ledger_numpy.apply_delta,
+    claim_writes=ledger_numpy.claim_writes,
+    check_reads=ledger_numpy.check_reads,
     verify_prefixes=verify_numpy.verify_prefixes,
     write_chain=write_numpy.write_chain,
     fold_slots=fold_numpy.fold_slots,
@@ -70,18 +98,36 @@ NUMPY = dataclasses.replace(
     check_slots=scrub_numpy.check_slots,
     scrub_range=scrub_numpy.scrub_range,
     seal_and_scrub=scrub_numpy.seal_and_scrub,
+    poison_slots=poison_numpy.poison_slots,
 )
 
 
 @functools.cache
 def load_triton() -> Backend:
     """The Triton backend. Imported on demand: a host without a GPU may have no Triton, and needs none."""
-    from . import fold_triton, plan_triton, scatter_triton, scrub_triton, verify_triton, write_triton
+    from . import (
+        drain_triton,
+        fold_triton,
+        ledger_triton,
+        map_triton,
+        plan_triton,
+        poison_triton,
+        scatter_triton,
+        scrub_triton,
+        stage_triton,
+        verify_triton,
+        write_triton,
+    )
 
     return Backend(
         "triton",
         plan_offsets=plan_triton.plan_offsets,
         plan_batch=plan_triton.plan_batch,
+        stage_batch=stage_triton.stage_batch,
+        drain=drain_triton.drain,
+        apply_delta=ledger_triton.apply_delta,
+        claim_writes=ledger_triton.claim_writes,
+        check_reads=ledger_triton.check_reads,
         scatter_req_token_ids=scatter_triton.scatter_req_token_ids,
         verify_prefixes=verify_triton.verify_prefixes,
         write_chain=write_triton.write_chain,
@@ -90,6 +136,8 @@ def load_triton() -> Backend:
         check_slots=scrub_triton.check_slots,
         scrub_range=scrub_triton.scrub_range,
         seal_and_scrub=scrub_triton.seal_and_scrub,
+        poison_slots=poison_triton.poison_slots,
+        map_slots=map_triton.map_slots,
     )
 
 

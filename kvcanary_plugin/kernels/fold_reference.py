@@ -11,6 +11,8 @@ import torch
 
 from . import record as r
 from .mixing import mix_
+from .poison_reference import find_survivors, report_survivors
+from .violations import ViolationBuffer
 
 BLOCK_WORDS = 1 << 14  # 128 KiB, and as much again for intermediate results: within the cache of one core
 
@@ -51,27 +53,33 @@ def seal_slots(
     records: torch.Tensor,
     table: SourceTable,
     slots: torch.Tensor,
-    poison: int = 0,
-    survivors: torch.Tensor | None = None,
+    writers: torch.Tensor | None = None,
+    expects: torch.Tensor | None = None,
+    violations: ViolationBuffer | None = None,
 ) -> None:
-    """Fold ``slots`` and keep digest and locator in their records.
+    """Fold ``slots``, keep digest and locator in their records, and report rows that still hold their poison.
 
     Args:
         records: int64 (slot_count, RECORD_WORDS), updated at ``slots``.
         table: the sources of the pool.
         slots: int64 (n,), none twice. One outside the pool is left out: it was reported when its chain was written.
-        poison: the word that was put into the rows before they were to be stored.
-        survivors: int64 (n,), or None: raised by the number of first and last words of rows that still are ``poison``.
+        expects: int64 (source_count,), 1 for every source whose rows were poisoned and must have been stored since;
+            None to look for no poison.
+        writers, violations: needed where ``expects`` is given.
     """
-    inside = (slots >= 0) & (slots < records.shape[0])
-    chosen = slots[inside]
+    chosen = slots[(slots >= 0) & (slots < records.shape[0])]
     sums = torch.empty((2, chosen.numel()), dtype=torch.int64, device=records.device)
     fold_slots(table, chosen, digest=sums[0], locator=sums[1])
     records[:, r.DIGEST].index_copy_(0, chosen, sums[0])
     records[:, r.LOCATOR].index_copy_(0, chosen, sums[1])
-    if survivors is not None:
-        for source in table.sources:
-            words = torch.empty((chosen.numel(), source.word_count), dtype=torch.int64, device=records.device)
-            source.gather_words(chosen, out=words)
-            edges = words[:, sorted({0, source.word_count - 1})]
-            survivors[inside] += (edges == poison).sum(1)
+    if expects is not None:
+        assert writers is not None
+        assert violations is not None
+        report_survivors(
+            records=records,
+            writers=writers,
+            slots=chosen,
+            survivors=find_survivors(table, chosen),
+            expects=expects,
+            violations=violations,
+        )

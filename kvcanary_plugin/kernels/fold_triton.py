@@ -30,6 +30,8 @@ from .mixing_triton import (
     mix,
 )
 from .pointers import pointers_of
+from .poison_reference import FIRST, LAST
+from .poison_triton import poison_of
 from .violations import ViolationBuffer
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ COMPARE = 2  # compared with the slot's record, if that is live
 _SEAL = tl.constexpr(SEAL)
 _COMPARE = tl.constexpr(COMPARE)
 _CONTENT = tl.constexpr(int(r.Kind.CONTENT))
+_NOT_STORED = tl.constexpr(int(r.Kind.NOT_STORED))
+_FIRST = tl.constexpr(FIRST)
+_LAST = tl.constexpr(LAST)
 
 _PLACE_WORDS = tl.constexpr(2)
 _MANY_SLOTS = 4096  # from here on a warp for each slot keeps a large GPU busy
@@ -86,7 +91,7 @@ def _fold(
     slots_ptr, n: tl.int64, start_ptr, start: tl.int64, records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr,
     sums_ptr, sums_stride: tl.int64, arrivals_ptr, parts: tl.int64, awaited: tl.int64,
     writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr, violation_capacity: tl.int64,
-    survivors_ptr, poison: tl.int64,
+    expects_ptr,
     MODE: tl.constexpr, START_LOADED: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr,
     READ_BYTES: tl.constexpr, WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -111,13 +116,16 @@ def _fold(
     offset = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
     digests = tl.zeros((ROWS, BLOCK), tl.int64)
     locators = tl.zeros((ROWS, BLOCK), tl.int64)
-    survived = tl.zeros((), tl.int64)
     for begin in range(first, last, ROWS):
         source = begin + tl.arange(0, ROWS)
         inside = source < last
         place = places_ptr + source * _PLACE_WORDS
         row = tl.load(place, mask=inside, other=0) + offset
-        weight = 2 * tl.load(place + 1, mask=inside, other=0) + 1
+        index = tl.load(place + 1, mask=inside, other=0)
+        weight = 2 * index + 1
+        if FINDS_POISON:
+            poison = poison_of(slot, index)
+            edges = tl.zeros((ROWS,), tl.int64)
         for column in tl.static_range(0, WORDS, BLOCK):
             j = column + tl.arange(0, BLOCK)
             words = _load_words(row, j, inside[:, None], READ_BYTES, UNIT)
@@ -126,13 +134,20 @@ def _fold(
             digests += hashes
             locators += hashes * weight[:, None]
             if FINDS_POISON:
-                edge = inside[:, None] & ((j == 0) | (j == WORDS - 1))[None, :]
-                survived += tl.sum(tl.sum((edge & (words == poison)).to(tl.int64), 1), 0)
+                edge = tl.where(j == 0, _FIRST, tl.where(j == READ_BYTES // 8 - 1, _LAST, 0))
+                edges += tl.sum(tl.where(words == poison[:, None], edge[None, :], 0), 1)
+        if FINDS_POISON:  # noqa: SIM102, because only as a condition of its own is it a constant to the compiler
+            if tl.max(edges, 0) > 0:
+                survived = inside & listed & (edges > 0)
+                survived = survived & (tl.load(expects_ptr + index, mask=inside, other=0) != 0)
+                word = tl.load(record + IDENTITY, mask=wanted, other=0)
+                append_rows(
+                    violations_ptr, violation_count_ptr, violation_capacity, survived, _NOT_STORED, -1,
+                    (word >> 32) & POSITION_MASK, slot, word, tl.load(record + CHAIN, mask=wanted, other=0), 0, 0,
+                    index, edges, tl.load(writers_ptr + slot, mask=wanted, other=0),
+                )  # fmt: skip
     digest = tl.sum(tl.sum(digests, 1), 0)
     locator = tl.sum(tl.sum(locators, 1), 0)
-    if FINDS_POISON:
-        tl.atomic_add(survivors_ptr + item, survived, mask=wanted & listed & (survived > 0), sem="relaxed")
-
     finishes = wanted
     if SHARED:
         tl.atomic_add(sums_ptr + item, digest, mask=wanted, sem="relaxed")
@@ -178,8 +193,7 @@ def launch_fold(
     writers: torch.Tensor | None = None,
     request: int = -1,
     violations: ViolationBuffer | None = None,
-    survivors: torch.Tensor | None = None,
-    poison: int = 0,
+    expects: torch.Tensor | None = None,
     tuning: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Fold ``slots``, dealing with their sums as ``mode`` says, and compare the ``count`` slots from ``start`` on.
@@ -191,7 +205,7 @@ def launch_fold(
         records: int64 (slot_count, RECORD_WORDS).
         writers, violations: where anything is compared.
         request: said in violations of listed slots.
-        survivors, poison: see :func:`fold_reference.seal_slots`.
+        expects: see :func:`fold_reference.seal_slots`.
         tuning: words of all rows that a program takes at once, words of one row, both powers of two, warps, and
             programs that share a slot; chosen by size if None.
     """
@@ -241,14 +255,13 @@ def launch_fold(
                 unused if violations is None else violations.rows,
                 unused if violations is None else violations.count,
                 0 if violations is None else violations.capacity,
-                unused if survivors is None else survivors,
-                poison,
+                unused if expects is None else expects,
             ),
             (
                 mode,
                 not isinstance(start, int),
                 awaited > 1,
-                survivors is not None,
+                expects is not None and group.read_bytes >= 8,
                 group.read_bytes,
                 group.words,
                 group.page_size,
@@ -274,8 +287,11 @@ def seal_slots(
     records: torch.Tensor,
     table: SourceTable,
     slots: torch.Tensor,
-    poison: int = 0,
-    survivors: torch.Tensor | None = None,
+    writers: torch.Tensor | None = None,
+    expects: torch.Tensor | None = None,
+    violations: ViolationBuffer | None = None,
 ) -> None:
     """See :func:`fold_reference.seal_slots`."""
-    launch_fold(SEAL, table=table, slots=slots, records=records, poison=poison, survivors=survivors)
+    launch_fold(
+        SEAL, table=table, slots=slots, records=records, writers=writers, expects=expects, violations=violations
+    )

@@ -40,6 +40,8 @@ class Kind(IntEnum):
     WRITE_RANGE = 7  # a slot id that is to be written lies outside the pool; no record made
     CONTENT = 8  # the bytes are not the ones that were written
 
+    NOT_STORED = 16  # a forward left a row of one of its own slots as it was
+
     # Ownership; see ledger.py for the columns.
     DOUBLE_ALLOC = 32  # the allocator gave out a slot that somebody holds
     DOUBLE_FREE = 33  # a free slot was freed
@@ -60,15 +62,16 @@ class Header(IntEnum):
     """What stands in front of the fields that the host sends with a forward, one int64 each."""
 
     STEP = 0
-    SCRUB_START = 1  # first slot of the rotating pass
-    REQUESTS = 2
-    WRITTEN = 3  # tokens the forward stores
-    INPUT_IDS = 4  # where the forward's own tensors lie
-    OUT_CACHE_LOC = 5
-    REQ_POOL_INDICES = 6
+    REQUESTS = 1
+    WRITTEN = 2  # tokens the forward stores
+    INPUT_IDS = 3  # where the forward's own tensors lie
+    OUT_CACHE_LOC = 4
+    REQ_POOL_INDICES = 5
+    SCRUB_STARTS = 8  # first slot of the rotating pass, one word for each slot space
 
 
-HEADER_WORDS: Final = len(Header) + 1  # even, so that what follows is aligned to 16 bytes
+MAX_SPACES: Final = 8
+HEADER_WORDS: Final = Header.SCRUB_STARTS + MAX_SPACES
 
 # Columns of a raw violation row, all int64.
 ROW_KIND: Final = 0
@@ -81,5 +84,7 @@ ROW_DIGEST: Final = 6  # digest kept in the record
 ROW_LOCATOR: Final = 7
 ROW_FOUND_DIGEST: Final = 8  # digest of the bytes as they are now; 0 where not computed
 ROW_FOUND_LOCATOR: Final = 9
+ROW_SOURCE: Final = 8  # where no digest was computed: index of the source
+ROW_EDGES: Final = 9  # and which edges of its row were not stored, see poison_reference
 ROW_WRITER: Final = 10
 ROW_COLUMNS: Final = 11

@@ -7,7 +7,7 @@ import torch
 
 from ..pool_patcher.sources import SourceTable
 from . import record as r
-from .fold_numpy import Array, fold_ids
+from .fold_numpy import Array, fold_ids, report_poison
 from .mixing import as_array
 from .scrub_reference import report_slots
 from .violations import ViolationBuffer
@@ -52,14 +52,17 @@ def seal_and_scrub(
     start: int,
     count: int,
     violations: ViolationBuffer,
+    expects: torch.Tensor | None = None,
 ) -> None:
     """See :func:`.scrub_reference.seal_and_scrub`."""
     kept, new = as_array(records), as_array(slots)
     if len(new) and new.view(np.uint64).max() >= len(kept):  # as unsigned, a negative id is too large as well
         new = new[(new >= 0) & (new < len(kept))]
     n, live = len(new), _live_between(kept, start, count)
-    digest, locator = fold_ids(table, np.concatenate((new, live)))
+    survivors = None if expects is None else np.zeros((len(table.sources), n), dtype=np.int64)
+    digest, locator = fold_ids(table, np.concatenate((new, live)), survivors)
     kept[new, r.DIGEST], kept[new, r.LOCATOR] = digest[:n], locator[:n]
+    report_poison(records, writers, new, survivors, expects, violations)
     _compare(records, writers, live, digest[n:], locator[n:], -1, violations)
 
 

@@ -64,9 +64,10 @@ def seal_and_scrub(
     start: int,
     count: int,
     violations: ViolationBuffer,
+    expects: torch.Tensor | None = None,
 ) -> None:
     """``seal_slots`` of ``slots``, then ``scrub_range``. The other backends do both in one fold or launch."""
-    seal_slots(records=records, table=table, slots=slots)
+    seal_slots(records=records, writers=writers, table=table, slots=slots, expects=expects, violations=violations)
     scrub_range(records=records, writers=writers, table=table, start=start, count=count, violations=violations)
 
 

@@ -51,6 +51,7 @@ def seal_and_scrub(
     start: int | torch.Tensor,
     count: int,
     violations: ViolationBuffer,
+    expects: torch.Tensor | None = None,
 ) -> None:
     """See :func:`scrub_reference.seal_and_scrub`.
 
@@ -67,4 +68,5 @@ def seal_and_scrub(
         records=records,
         writers=writers,
         violations=violations,
+        expects=expects,
     )

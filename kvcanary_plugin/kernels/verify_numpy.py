@@ -28,11 +28,27 @@ def verify_prefixes(
     total: int,
     first_slot: int,
     violations: ViolationBuffer,
+    mapping: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> None:
     """See :func:`.verify_reference.verify_prefixes`, which also describes what is wrong once something is."""
     if total == 0:
         return
-    if _is_intact(
+    if mapping is not None or window is not None:
+        intact = _is_intact_within(
+            as_array(records),
+            as_array(req_to_token),
+            as_array(rows),
+            as_array(offsets),
+            as_array(anchors),
+            as_array(end_points),
+            first_slot,
+            None if mapping is None else as_array(mapping),
+            window,
+        )
+        if intact:
+            return
+    elif _is_intact(
         as_array(records),
         as_array(req_to_token),
         as_array(rows),
@@ -53,7 +69,51 @@ def verify_prefixes(
         total=total,
         first_slot=first_slot,
         violations=violations,
+        mapping=mapping,
+        window=window,
     )
+
+
+def _is_intact_within(
+    records: Array,
+    table: Array,
+    rows: Array,
+    offsets: Array,
+    anchors: Array,
+    end_points: Array,
+    first_slot: int,
+    mapping: Array | None,
+    window: int | None,
+) -> bool:
+    """The same where slots are looked up in a mapping, or only those of a window are looked at."""
+    lengths = offsets[1:] - offsets[:-1]
+    if (rows.view(np.uint64) - np.uint64(1)).max() >= len(table) - 1 or lengths.max() > table.shape[1]:
+        return False
+    some = np.flatnonzero(lengths)
+    rows, lengths, anchors, end_points = rows[some], lengths[some], anchors[some], end_points[some]
+    read = lengths if window is None else np.minimum(lengths, window)
+    ends = np.cumsum(read)
+    starts, first = ends - read, lengths - read
+    positions = np.repeat(first - starts, read) + np.arange(ends[-1])
+    slots = table[np.repeat(rows, read), positions]
+    if mapping is not None:
+        if slots.view(np.uint32).max() >= len(mapping):
+            return False
+        slots = mapping.take(slots)
+    if slots.min() < first_slot or slots.max() >= len(records):
+        return False
+    found = records.take(slots, axis=0)
+    chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
+    if ((identity >> POSITION_SHIFT) != positions + r.LIVE).any():
+        return False
+    expected = np.empty(len(slots), dtype=np.int64)
+    expected[1:] = chain[:-1]
+    expected[starts] = anchors
+    words = (identity & r.MIX_INPUT_MASK).view(np.uint64)
+    expected += mix_array_(words, np.empty_like(words)).view(np.int64)
+    loose = starts[first > 0]
+    expected[loose] = chain[loose]
+    return np.array_equal(expected, chain) and np.array_equal(chain[ends - 1], end_points)
 
 
 def _is_intact(

@@ -22,6 +22,8 @@ def verify_prefixes(
     total: int,
     first_slot: int,
     violations: ViolationBuffer,
+    mapping: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> None:
     """Verify positions 0 .. length - 1 of every request: slot in range, live, right position, linked to the one before.
 
@@ -37,6 +39,10 @@ def verify_prefixes(
         anchors, end_points: int64 (bs,), the true chain before the first and after the last of these positions.
         total: ``offsets[-1]``, known to the host.
         first_slot: slots below it are padding; a live row that names one is damaged.
+        mapping: int64 or int32 (m,), the slot of these records for each slot that a row names; None where they are the
+            same. A slot that is no index of it counts as slot -1.
+        window: only the last ``window`` positions of a request are looked at, and the first of them not for its link;
+            None for all.
     """
     if total == 0:
         return
@@ -54,6 +60,10 @@ def verify_prefixes(
         slots = table.index_select(0, entries.masked_fill_(past_row, 0)).masked_fill_(past_row, -1)
     else:
         slots = table.index_select(0, entries)
+    if mapping is not None:
+        known = (slots >= 0) & (slots < mapping.shape[0])
+        slots = torch.where(known, mapping[torch.where(known, slots, 0).long()].long(), -1)
+        slots = slots.clamp(-1, (1 << 31) - 1)
     inside = slots.clamp(first_slot, records.shape[0] - 1)
     chain = records[:, r.CHAIN].index_select(0, inside)
     identity = records[:, r.IDENTITY].index_select(0, inside)
@@ -66,6 +76,12 @@ def verify_prefixes(
     link_bad = mix_(words, torch.empty_like(words)).add_(before) != chain
     place_bad = (identity >> POSITION_SHIFT) != place
     slot_bad = slots != inside
+    if window is not None:
+        first = (lengths - window).clamp_(min=0).index_select(0, request)
+        position = place - r.LIVE
+        link_bad &= (position != first) | (first == 0)
+        outside = position < first
+        slot_bad, place_bad, link_bad = slot_bad & ~outside, place_bad & ~outside, link_bad & ~outside
     bad = slot_bad | place_bad | link_bad
 
     ends = (offsets[1:] - 1).clamp_(min=0)

@@ -27,6 +27,7 @@ from .mixing_triton import (
 )
 from .violations import ViolationBuffer
 
+_NO_WINDOW = 1 << 62
 _PART = tl.constexpr(32)
 _INT32_MAX = tl.constexpr((1 << 31) - 1)
 _LIVE = tl.constexpr(r.LIVE)
@@ -39,20 +40,23 @@ _END_POINT = tl.constexpr(int(r.Kind.END_POINT))
 
 
 @triton.jit
-def _look_up(entries, positions, mask, records_ptr, least, most):
+def _look_up(entries, positions, mask, mapping_ptr, mapped, records_ptr, least, most, MAPPED: tl.constexpr):
     """Slot ids, which of them may be followed, and where their records lie.
 
     A slot that may not be followed stands as the nearest one that may, and one that ``mask`` leaves out as slot -1.
     """
     slots = tl.load(entries + positions, mask=mask, other=-1)
+    if MAPPED:
+        slots = tl.load(mapping_ptr + slots, mask=(slots >= 0) & (slots < mapped), other=-1).to(tl.int64)
+        slots = tl.minimum(tl.maximum(slots, -1), _INT32_MAX).to(tl.int32)
     safe = tl.minimum(tl.maximum(slots, least), most)
     return slots, safe, records_ptr + safe.to(tl.int64) * RECORD_WORDS
 
 
 @triton.jit
 def _describe(
-    entries, start, stop, length, in_row, request, anchor, end_point, least, most, records_ptr, writers_ptr,
-    violations_ptr, violation_count_ptr, violation_capacity,
+    entries, start, stop, length, in_row, begin, request, anchor, end_point, mapping_ptr, mapped, least, most,
+    records_ptr, writers_ptr, violations_ptr, violation_count_ptr, violation_capacity, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Look at positions start .. stop - 1 again, this time to say what is wrong with each.
 
@@ -60,15 +64,19 @@ def _describe(
     """
     for part in range(start, stop, _PART):
         position = part + tl.arange(0, _PART)
-        inside = position < stop
-        slot, safe, record = _look_up(entries, position, inside & (position < in_row), records_ptr, least, most)
-        has_before = inside & (position > 0) & (position <= in_row)
-        _, _, behind = _look_up(entries, position - 1, has_before, records_ptr, least, most)
+        inside = (position < stop) & (position >= begin)
+        slot, safe, record = _look_up(
+            entries, position, inside & (position < in_row), mapping_ptr, mapped, records_ptr, least, most, MAPPED
+        )
+        has_before = inside & (position > begin) & (position <= in_row)
+        _, _, behind = _look_up(
+            entries, position - 1, has_before, mapping_ptr, mapped, records_ptr, least, most, MAPPED
+        )
         before = tl.where(position == 0, anchor, tl.load(behind + CHAIN))
         chain = tl.load(record + CHAIN)
         identity = tl.load(record + IDENTITY)
         place_bad = (identity >> POSITION_SHIFT).to(tl.int32) != (position | _LIVE)
-        link_bad = chain - before != mix(identity & MIX_INPUT_MASK)
+        link_bad = (chain - before != mix(identity & MIX_INPUT_MASK)) & ((position != begin) | (begin == 0))
         kind = tl.where(place_bad, tl.where((identity & LIVE_BIT) == 0, _DEAD_SLOT, _POSITION), _LINK)
         kind = tl.where(slot != safe, _SLOT_RANGE, kind)
         digest = tl.load(record + DIGEST)
@@ -91,6 +99,7 @@ def _verify_prefixes(
     records_ptr, writers_ptr, req_to_token_ptr, rows_ptr, offsets_ptr, anchors_ptr, end_points_ptr,
     violations_ptr, violation_count_ptr, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
     row_count: tl.int64, context: tl.int64, row_stride: tl.int64, violation_capacity: tl.int64,
+    mapping_ptr, mapped: tl.int64, window: tl.int64, MAPPED: tl.constexpr,
     BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     request, row, begin, end, first = find_owner(
@@ -99,6 +108,8 @@ def _verify_prefixes(
     anchor = tl.load(anchors_ptr + request)
     end_point = tl.load(end_points_ptr + request)
     start = (first - begin).to(tl.int32)
+    # Of a longer prefix only the window is looked at, the first place of it not for its link.
+    opening = tl.maximum(end - begin - window, 0).to(tl.int32)
     length = tl.minimum(end - begin, _INT32_MAX).to(tl.int32)
     in_row = tl.minimum(length, context).to(tl.int32)
     row_bad = (row < 1) | (row >= row_count)
@@ -108,10 +119,12 @@ def _verify_prefixes(
 
     lane = tl.arange(0, BLOCK)
     position = start + lane
-    inside = (position < length) & (~row_bad)
-    slot, safe, record = _look_up(entries, position, inside & (position < in_row), records_ptr, least, most)
-    has_seam = (start > 0) & (start < in_row) & (~row_bad)
-    _, _, seam = _look_up(entries, start - 1, has_seam, records_ptr, least, most)
+    inside = (position < length) & (position >= opening) & (~row_bad)
+    slot, safe, record = _look_up(
+        entries, position, inside & (position < in_row), mapping_ptr, mapped, records_ptr, least, most, MAPPED
+    )
+    has_seam = (start > opening) & (start < in_row) & (~row_bad)
+    _, _, seam = _look_up(entries, start - 1, has_seam, mapping_ptr, mapped, records_ptr, least, most, MAPPED)
     chain = tl.load(record + CHAIN)
     identity = tl.load(record + IDENTITY)
     seam_chain = tl.load(seam + CHAIN, mask=has_seam, other=0)
@@ -119,13 +132,15 @@ def _verify_prefixes(
     before = tl.gather(chain, tl.maximum(lane - 1, 0), 0)
     before = tl.where(lane == 0, tl.where(start == 0, anchor, seam_chain), before)
     sound = (slot == safe) & ((identity >> POSITION_SHIFT).to(tl.int32) == (position | _LIVE))
-    sound = sound & (chain - before == mix(identity & MIX_INPUT_MASK))
+    is_linked = chain - before == mix(identity & MIX_INPUT_MASK)
+    sound = sound & (is_linked | ((position == opening) & (opening > 0)))
     sound = sound & ((position != length - 1) | (chain == end_point))
 
     if tl.max((inside & ~sound).to(tl.int32), 0) > 0:
         _describe(
-            entries, start, tl.minimum(start + BLOCK, length), length, in_row, request, anchor, end_point, least, most,
-            records_ptr, writers_ptr, violations_ptr, violation_count_ptr, violation_capacity,
+            entries, start, tl.minimum(start + BLOCK, length), length, in_row, opening, request, anchor, end_point,
+            mapping_ptr, mapped, least, most, records_ptr, writers_ptr, violations_ptr, violation_count_ptr,
+            violation_capacity, MAPPED,
         )  # fmt: skip
     if row_bad & (start == 0) & (length > 0):
         append_rows(
@@ -146,6 +161,8 @@ def verify_prefixes(
     total: int,
     first_slot: int,
     violations: ViolationBuffer,
+    mapping: torch.Tensor | None = None,
+    window: int | None = None,
     block: int | None = None,
     warps: int = 2,
 ) -> None:
@@ -174,8 +191,11 @@ def verify_prefixes(
             *req_to_token.shape,
             req_to_token.stride(0),
             violations.capacity,
+            rows if mapping is None else mapping,
+            0 if mapping is None else mapping.shape[0],
+            _NO_WINDOW if window is None else window,
         ),
-        (block, block_of(bs, 16, 256)),
+        (mapping is not None, block, block_of(bs, 16, 256)),
         device=records.device,
         warps=warps,
     )

@@ -24,6 +24,7 @@ def write_chain(
     step: int,
     first_slot: int,
     violations: ViolationBuffer,
+    is_partial: bool = False,
 ) -> None:
     """See :func:`.write_reference.write_chain`, which also reports slots outside the pool once there are any."""
     target = as_array(slots)
@@ -44,6 +45,7 @@ def write_chain(
             step=step,
             first_slot=first_slot,
             violations=violations,
+            is_partial=is_partial,
         )
         return
     kept, starts, seed = as_array(records), as_array(offsets), as_array(seeds)

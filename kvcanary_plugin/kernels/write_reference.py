@@ -23,6 +23,7 @@ def write_chain(
     step: int,
     first_slot: int,
     violations: ViolationBuffer,
+    is_partial: bool = False,
 ) -> None:
     """Write chain, identity word and writer stamp of every new token; digest and locator are left to ``seal``.
 
@@ -35,6 +36,7 @@ def write_chain(
         tokens: int64 (n,), requests one after another.
         rows, prefix_lens, seeds: int64 (bs,). ``seeds`` is the true chain before the first new token.
         offsets: int64 (bs + 1,), CSR over the n tokens.
+        is_partial: slot -1 stands for a token that has none, and is left out.
     """
     n = slots.numel()
     if n == 0:
@@ -51,8 +53,9 @@ def write_chain(
     outside = (slots < first_slot) | (slots >= records.shape[0])
     # On the CPU looking is free and there is nearly never anything to see.
     if bool(outside.any()):
+        missing = (slots == -1) if is_partial else torch.zeros_like(outside)
         columns = {r.ROW_REQUEST: request, r.ROW_POSITION: positions, r.ROW_SLOT: slots, r.ROW_IDENTITY: words}
-        violations.append(outside, {r.ROW_KIND: int(r.Kind.WRITE_RANGE), r.ROW_CHAIN: chain, **columns})
+        violations.append(outside & ~missing, {r.ROW_KIND: int(r.Kind.WRITE_RANGE), r.ROW_CHAIN: chain, **columns})
         slots, chain, words, request = (values[~outside] for values in (slots, chain, words, request))
     records[:, r.CHAIN].index_copy_(0, slots, chain)
     records[:, r.IDENTITY].index_copy_(0, slots, words)

@@ -34,7 +34,8 @@ def _write_chain(
     records_ptr, writers_ptr, slots_ptr, tokens_ptr, rows_ptr, prefix_lens_ptr, offsets_ptr, seeds_ptr,
     violations_ptr, violation_count_ptr, n: tl.int64, bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64,
     step_ptr, step: tl.int64, violation_capacity: tl.int64,
-    STEP_LOADED: tl.constexpr, BLOCK: tl.constexpr, EARLIER: tl.constexpr, REQUESTS: tl.constexpr,
+    PARTIAL: tl.constexpr, STEP_LOADED: tl.constexpr, BLOCK: tl.constexpr, EARLIER: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):  # fmt: skip
     request, row, begin, end, first = find_owner(
         offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS
@@ -67,6 +68,8 @@ def _write_chain(
     if STEP_LOADED:
         step = tl.load(step_ptr)
     tl.store(writers_ptr + slot, (row & _WRITER_ROW_MASK) | (step << _WRITER_ROW_BITS), mask=sound)
+    if PARTIAL:
+        outside = outside & (slot != -1)
     if tl.max(outside.to(tl.int32), 0) > 0:
         append_rows(
             violations_ptr, violation_count_ptr, violation_capacity, outside,
@@ -87,6 +90,7 @@ def write_chain(
     step: int | torch.Tensor,
     first_slot: int,
     violations: ViolationBuffer,
+    is_partial: bool = False,
     block: int | None = None,
     earlier: int | None = None,
     warps: int | None = None,
@@ -126,7 +130,7 @@ def write_chain(
             step if isinstance(step, int) else 0,
             violations.capacity,
         ),
-        (not isinstance(step, int), block, earlier, block_of(bs, 16, 256)),
+        (is_partial, not isinstance(step, int), block, earlier, block_of(bs, 16, 256)),
         device=records.device,
         warps=warps or (1 if n <= bs else 8),
     )

@@ -14,9 +14,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvcanary_plugin.kernels import (  # noqa: E402
+    drain_triton,
     fold_triton,
+    ledger_triton,
+    map_triton,
     plan_triton,
+    poison_triton,
     scatter_triton,
+    stage_triton,
     verify_triton,
     write_triton,
 )
@@ -34,10 +39,23 @@ KERNELS = {
     "plan": (plan_triton._plan_offsets, (64,)),
     "plan of rows": (plan_triton._plan_batch, (64, True, True, True)),
     "scatter": (scatter_triton._scatter, (512, 64)),
-    "write": (write_triton._write_chain, (True, 128, 1024, 64)),
-    "verify": (verify_triton._verify_prefixes, (128, 64)),
+    "write": (write_triton._write_chain, (False, True, 128, 1024, 64)),
+    "write to a companion": (write_triton._write_chain, (True, False, 32, 32, 64)),
+    "verify": (verify_triton._verify_prefixes, (False, 128, 64)),
+    "verify a companion": (verify_triton._verify_prefixes, (True, 256, 64)),
+    "map": (map_triton._map, (256,)),
+    "stage": (stage_triton._stage, (triton.language.int64, triton.language.int32, triton.language.int64, 1024)),
+    "drain": (drain_triton._drain, (256,)),
+    "poison": (poison_triton._poison, (256, 1, 16, 64)),
+    "poison of bytes": (poison_triton._poison, (3, 16, 1, 4)),
     "fold": (fold_triton._fold, (fold_triton.OUTPUT, False, False, False, 2048, 256, 1, 16, 1, 128)),
     "seal, shared": (fold_triton._fold, (fold_triton.SEAL, True, True, True, 584, 73, 4, 4, 4, 128)),
+    "delta, alloc": (ledger_triton._apply_delta, (1, 128)),
+    "delta, free": (ledger_triton._apply_delta, (2, 128)),
+    "delta, insert": (ledger_triton._apply_delta, (3, 256)),
+    "delta, sweep": (ledger_triton._apply_delta, (9, 32)),
+    "claim": (ledger_triton._claim_writes, (True, 32, 64)),
+    "reads": (ledger_triton._check_reads, (256, 64)),
     "scrub of bytes": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 13, 2, 3, 1, 2, 2)),
 }
 

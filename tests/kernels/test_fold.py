@@ -62,25 +62,15 @@ def test_no_slots_and_no_sources(triton_backend: Backend, device: torch.device):
     assert not fold(triton_backend, SourceTable([], 4, device), torch.tensor([1, 2], device=device)).any()
 
 
-def seal(backend: Backend, table: SourceTable, slots: torch.Tensor, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
-    records = random_words(table.slot_count, r.RECORD_WORDS, device=slots.device, seed=5)
-    survivors = torch.full_like(slots, 7)
-    backend.seal_slots(records=records, table=table, slots=slots, poison=poison, survivors=survivors)
-    return records, survivors
-
-
-def test_seal_keeps_the_sums_and_finds_poison(triton_backend: Backend, device: torch.device):
-    table = make_table([32, 8, 32, 16], 30, device)
-    poison = 0x5A5A5A5A_A5A5A5A5
-    for source, slot, word in ((0, 3, 0), (0, 3, 3), (2, 3, 1), (1, 5, 0), (3, 29, 1)):
-        words = table.sources[source].words
-        assert words is not None
-        words[slot, word] = poison
-    slots = torch.tensor([3, 5, -1, 30, 29, 2**31 + 3, 12, -(2**62)], device=device)
-    expected, found = seal(REFERENCE, table, slots, poison), seal(triton_backend, table, slots, poison)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert (found[1] - 7).tolist() == [2, 1, 0, 0, 1, 0, 0, 0]
+def test_seal_keeps_the_sums(triton_backend: Backend, device: torch.device):
+    table = make_table([64, 24, 8, 200], 40, device)
+    slots = torch.tensor([0, 39, 7, 8, 20], device=device)
+    sealed = []
+    for backend in (REFERENCE, triton_backend):
+        records = random_words(40, r.RECORD_WORDS, device=device, seed=3)
+        backend.seal_slots(records=records, table=table, slots=slots)
+        sealed.append(records)
+    assert torch.equal(*sealed)
 
 
 def test_slots_past_two_gigabytes(triton_backend: Backend, device: torch.device):

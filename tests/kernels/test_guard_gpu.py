@@ -1,0 +1,67 @@
+"""The guard on a GPU, where decode steps are replayed from graphs: the same is found as when kernels are launched."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcanary_plugin.kernels import record as r
+from kvcanary_plugin.kernels.captured import CapturedLaunches
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def needs_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
+def run(bs: int, captured: bool, damage: str | None):
+    from host_step import DecodeLoop
+
+    torch.manual_seed(bs)
+    loop = DecodeLoop(bs, 300, torch.device("cuda"), captured=captured)
+    found = []
+    loop._reporter.report = lambda violations: found.extend(violations) or violations
+    for _ in range(8):
+        loop.step()
+    assert found == []
+    slot = int(loop._slots[bs - 1, 77])
+    if damage == "chain":
+        loop.guard.records.hot[slot, r.CHAIN] += 1
+    elif damage == "content":
+        loop.guard.pool.table.sources[9].rows[slot, 0, 5] ^= 4
+    elif damage == "slot":
+        loop.guard.pool.req_to_token[bs, 77] = -5
+    period = loop.guard.scrubber.period_forwards
+    for _ in range(min(period + 2, 200) if damage == "content" else 3):
+        loop.step()
+    if captured:
+        assert any(isinstance(graph, CapturedLaunches) for graph in loop.guard._captured._graphs.values())
+    return {(v.check, v.kind, v.slot, v.position, v.layer, v.half) for v in found}, slot
+
+
+@pytest.mark.parametrize("damage", ["chain", "content", "slot"])
+@pytest.mark.parametrize("bs", [1, 5, 64])
+def test_graphs_find_what_single_launches_find(bs: int, damage: str):
+    (found, slot), (expected, _) = run(bs, True, damage), run(bs, False, damage)
+    assert found == expected
+    assert found
+    assert {place for _, _, place, *_ in found} == ({-5} if damage == "slot" else {slot})
+
+
+@pytest.mark.parametrize("bs", [1, 2, 3, 31, 33, 200])
+def test_clean_steps_are_silent(bs: int):
+    from host_step import DecodeLoop
+
+    loop = DecodeLoop(bs, 100, torch.device("cuda"), captured=True)
+    for _ in range(250):
+        loop.step()
+    assert loop.violations == 0
+    assert loop.guard.scrubber.passes >= 1
