@@ -4,6 +4,7 @@ because a copy would be fingerprinted while the live bytes rot.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One row of bytes per slot: one layer's K or V, say.
+    """One row of bytes per slot: one layer's K or V, say, or a piece of it where the row lies in pieces.
 
     Attributes:
         rows: uint8 (page_count, page_size, read_bytes), a view of the live buffer; the last dimension is contiguous.
@@ -101,7 +102,47 @@ def make_row_source(*, layer_buffer: torch.Tensor, read_bytes: int) -> tuple[Sou
             f"kv-canary: layer_buffer of shape {tuple(layer_buffer.shape)}, strides {layer_buffer.stride()}, has rows "
             "that are not contiguous; a source must be a view of the live bytes, so pass one buffer per whole part"
         ) from error
-    return _make_source(rows.unsqueeze(1), read_bytes)
+    return (make_source(rows.unsqueeze(1), read_bytes),)
+
+
+def view_slots(buffer: torch.Tensor, *, slot_axis: int = 0) -> tuple[torch.Tensor, ...]:
+    """The bytes of each slot of a buffer, as views of it: one for each stretch of bytes that lie together.
+
+    Args:
+        buffer: (slot_count, ...) of any dtype, or (page_count, ..., page_size, ...) with the slots of a page along
+            ``slot_axis``. Rows may lie apart, and their elements in any order.
+
+    Returns:
+        uint8 (page_count, page_size, width) each, page_size being 1 for the first kind. In the order of their memory;
+        each byte of the buffer is in exactly one. None where the buffer is empty.
+
+    Raises:
+        ValueError: several elements share one place in memory.
+    """
+    if buffer.numel() == 0:
+        return ()
+    moved = buffer.movedim(slot_axis, 1) if slot_axis else buffer.unsqueeze(1)
+    (pages, page_size), (page_stride, slot_stride) = moved.shape[:2], moved.stride()[:2]
+    inner = sorted((stride, size) for size, stride in zip(moved.shape[2:], moved.stride()[2:], strict=True) if size > 1)
+    if any(stride == 0 for stride, _ in inner):
+        raise ValueError(
+            f"kv-canary: buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} has elements that share "
+            "one place in memory; pass the buffer it was expanded from"
+        )
+    width = 1
+    while inner and inner[0][0] == width:
+        width *= inner.pop(0)[1]
+    starts = itertools.product(*(range(0, stride * size, stride) for stride, size in reversed(inner)))
+    item = buffer.element_size()
+    flat = buffer.as_strided((1,), (1,), buffer.storage_offset()).view(torch.uint8)
+    return tuple(
+        flat.as_strided(
+            (pages, page_size, width * item),
+            (page_stride * item, slot_stride * item, 1),
+            (buffer.storage_offset() + sum(start)) * item,
+        )
+        for start in starts
+    )
 
 
 def make_packed_source(
@@ -140,12 +181,17 @@ def make_packed_source(
             f"bytes_per_token={bytes_per_token}"
         )
     rows = flat.as_strided((flat.shape[0], page_size, bytes_per_token), (flat.stride(0), bytes_per_token, 1))
-    return _make_source(rows, read_bytes)
+    return (make_source(rows, read_bytes),)
 
 
-def _make_source(rows: torch.Tensor, read_bytes: int) -> tuple[Source, ...]:
+def make_source(rows: torch.Tensor, read_bytes: int) -> Source:
+    """The source of uint8 (page_count, page_size, width), a view whose last dimension is contiguous.
+
+    Raises:
+        ValueError: see :func:`clip_read_bytes`.
+    """
     clipped = clip_read_bytes(requested=read_bytes, num_bytes_per_token=rows.shape[2])
-    return (Source(rows=rows[:, :, :clipped], read_bytes=clipped, words=_view_words(rows[:, :, :clipped])),)
+    return Source(rows=rows[:, :, :clipped], read_bytes=clipped, words=_view_words(rows[:, :, :clipped]))
 
 
 def _view_words(rows: torch.Tensor) -> torch.Tensor | None:
@@ -166,7 +212,7 @@ class SourceTable:
 
     Attributes:
         sources: source b of the digest is ``sources[b]``.
-        names: (layer, half) of each source, for reports.
+        names: (layer, half) of each source, for reports; pieces of one row share it.
         slot_count: slots of the pool, padding included.
         bytes_per_slot: bytes folded per slot.
         keys: int64 (source_count, most words of a source).
