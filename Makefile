@@ -1,6 +1,6 @@
 PY := .venv/bin/python
 
-.PHONY: help venv demo test test-kernels test-unit lint bench clean
+.PHONY: help venv demo test test-compat test-releases test-kernels test-unit lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -15,6 +15,16 @@ demo: venv ## Damage the KV cache of a small server, without and with the canary
 test: venv ## Run all tests; ARGS="-k chain" and the like go to pytest
 	$(PY) -m pytest $(ARGS)
 	$(MAKE) test-kernels
+
+# The newest SGLang and its dependencies warn about each other; that is not ours to fail on.
+test-compat: ## Run the tests with real servers, and those of the seams, against the newest SGLang
+	$$(scripts/venv cpu-0.5.23) -m pytest -W default tests/live \
+	  tests/unit/test_activation.py tests/unit/test_allocators.py tests/unit/test_doctor.py \
+	  tests/unit/test_patch.py tests/unit/test_patches.py $(ARGS)
+
+# Pages, because they take every way in which any release frees slots.
+test-releases: ## Look for every injected fault in servers of every supported SGLang release; about 25 minutes
+	scripts/releases tests/live/test_faults.py -k page16 $(ARGS)
 
 # Triton decides between compiler and interpreter when it is imported, so these need a process of their own.
 test-kernels: venv ## Run the Triton kernels in the interpreter against the references
@@ -32,5 +42,5 @@ bench: venv ## Measure what the canary costs a decoding server
 	$(PY) benchmarks/server/decode_overhead.py $(ARGS)
 
 clean: ## Remove what was built here; the shared environment in the user's cache stays
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,6 @@
-"""Command ``kvcanary``: ``doctor`` looks at an installation, ``demo`` shows the canary on a server of its own."""
+"""Command ``kvcanary``: ``doctor`` looks at an installation, ``demo`` shows the canary on a server of its own, ``fsck``
+checks a page file.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="Start a tiny server on the CPU, damage its KV in five ways and show every report; about two minutes. "
         "Exit code 0 only if every fault was found in the right place and nothing else was reported.",
     )
+    fsck = commands.add_parser(
+        "fsck",
+        help="Check a page file of the storage tier. Exit code 0 if it is clean, 1 if damage was found, 2 if it is no page "
+        "file or in use.",
+    )
+    fsck.add_argument("file", metavar="FILE", help="the page file")
+    fsck.add_argument("--deep", action="store_true", help="read every page too, not only headers and trailers")
+    fsck.add_argument("--repair", action="store_true", help="drop damaged pages; good ones are never touched")
     return parser
 
 
@@ -43,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
         from .doctor import run_doctor
 
         return run_doctor(console)
+    if options.command == "fsck":
+        from .tiers.hf3fs.fsck import run_fsck
+
+        return run_fsck(options.file, console, deep=options.deep, repair=options.repair)
     from .demo.story import run_demo
 
     return run_demo(console)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvcanary_plugin.pool_patcher.patch import Patch
 
-from . import allocators, forward, pools, scheduler, server_args
+from . import allocators, forward, hf3fs, idle, pools, quarantine, scheduler, server_args, weights
+from .fence import Fence
 
 if TYPE_CHECKING:
     from kvcanary_plugin.runtime.session import Session
@@ -23,4 +24,14 @@ def declare_parser_patches() -> list[Patch]:
 
 def declare_engine_patches(session: Session) -> list[Patch]:
     """What is wrapped in addition when the mode is not ``off``."""
-    return [patch for area in (pools, allocators, forward, scheduler) for patch in area.declare_patches(session)]
+    fence = Fence()
+    return [
+        *pools.declare_patches(session),
+        *(quarantine.declare_patches(session) if session.config.mode == "quarantine" else ()),
+        *allocators.declare_patches(session),
+        *forward.declare_patches(session, fence),
+        *scheduler.declare_patches(session, fence),
+        *hf3fs.declare_patches(session),
+        *weights.declare_patches(session),
+        *idle.declare_patches(session),
+    ]

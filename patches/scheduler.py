@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from kvcanary_plugin.pool_patcher.patch import Patch
+from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
+
+from .fence import Fence
 
 if TYPE_CHECKING:
+    from kvcanary_plugin.pool_patcher.patch import Wrapper
     from kvcanary_plugin.runtime.session import Session
 
 MODULE = "sglang.srt.managers.scheduler"
+BATCH = "sglang.srt.managers.schedule_batch"
+BEAM_SEARCH = "sglang.srt.beam_search.coordinator"
+MODE = "sglang.srt.model_executor.forward_batch_info"
+
+READS = (
+    *fields_of(BATCH, "ScheduleBatch", "reqs", "forward_mode", "seq_lens_cpu", "extend_lens"),
+    *fields_of(BATCH, "Req", "rid", "origin_input_ids", "output_ids", "extra_key", "retraction_count"),
+    *fields_of(MODE, "ForwardMode", "is_extend"),
+)
+ROW_OF_REQUEST = fields_of(BATCH, "Req", "req_pool_idx")
+ROW_OF_KV = fields_of(BATCH, "Req", "kv") + fields_of(BATCH, "ReqKvInfo", "req_pool_idx")
+FENCE_FLAG = fields_of(MODULE, "Scheduler", "_war_barrier_enabled")
+
+Batch = tuple[list[Any], list[int], list[int], list[int]]
 
 
-def read_batch(batch: Any) -> tuple[list[Any], list[int], list[int], list[int]]:
+def lacks_fence_always(_: Any) -> bool:
+    """Until 0.5.15 rows may change while they are read."""
+    return True
+
+
+def lacks_fence_by_flag(scheduler: Any) -> bool:
+    """Since 0.5.16 the scheduler says whether it keeps rows as they are until they have been read."""
+    return not scheduler._war_barrier_enabled
+
+
+def read_batch(batch: Any, row_of: Callable[[Any], int]) -> Batch:
     """Requests, rows, prefix lengths and new tokens of a ``ScheduleBatch``, from its host-side fields only."""
     requests = batch.reqs
     if not requests:
@@ -21,30 +50,57 @@ def read_batch(batch: Any) -> tuple[list[Any], list[int], list[int], list[int]]:
     written = list(batch.extend_lens) if batch.forward_mode.is_extend() else [1] * len(requests)
     return (
         requests,
-        [request.req_pool_idx for request in requests],
+        [row_of(request) for request in requests],
         [length - new for length, new in zip(lengths, written, strict=True)],
         written,
     )
 
 
-def declare_patches(session: Session) -> list[Patch]:
-    """Start of the scheduler, launch of a batch, processing of its result."""
+def declare_patches(session: Session, fence: Fence) -> list[Patch]:
+    """Start of the scheduler, launch of a batch, processing of its result, and requests that cannot be followed."""
 
     def init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = wrapped(*args, **kwargs)
         session.confirm(instance.tp_worker.model_runner)
         return result
 
-    def run_batch(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session.announce(read_batch, args[0] if args else kwargs["batch"])
-        result = wrapped(*args, **kwargs)
-        session.note_launched(result)
-        return result
+    def announce_with(row_of: Callable[[Any], int], lacks_fence: Callable[[Any], bool]) -> Wrapper:
+        def read(batch: Any) -> Batch:
+            return read_batch(batch, row_of)
+
+        def run_batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            session.announce(read, args[0] if args else kwargs["batch"])
+            fence.is_needed = lacks_fence(instance)
+            result = wrapped(*args, **kwargs)
+            fence.wait()
+            session.note_launched(result)
+            return result
+
+        return run_batch
 
     def process_batch_result(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session.settle(args[1] if len(args) > 1 else kwargs["result"])
         return wrapped(*args, **kwargs)
 
+    def validate_and_init(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if session.guard is not None:
+            return "Beam search is not covered by kvcanary yet, which guards this server; start it without --kvcanary."
+        return wrapped(*args, **kwargs)
+
+    def declare_run_batch(wrapper: Wrapper, since: str, until: str | None, *more: Field) -> Patch:
+        return Patch(
+            MODULE,
+            "Scheduler",
+            "run_batch",
+            wrapper,
+            parameters=("self", "batch"),
+            since=since,
+            until=until,
+            why="learns which requests a forward serves and their true tokens",
+            reads=READS + more,
+        )
+
+    row, row_of_kv = attrgetter("req_pool_idx"), attrgetter("kv.req_pool_idx")
     return [
         Patch(
             MODULE,
@@ -54,16 +110,12 @@ def declare_patches(session: Session) -> list[Patch]:
             parameters=("self", "server_args"),
             since="0.5.11",
             why="refuses to serve if a guard was asked for and is not attached",
+            reads=fields_of(MODULE, "Scheduler", "tp_worker")
+            + fields_of("sglang.srt.managers.tp_worker", "TpModelWorker", "model_runner"),
         ),
-        Patch(
-            MODULE,
-            "Scheduler",
-            "run_batch",
-            run_batch,
-            parameters=("self", "batch"),
-            since="0.5.11",
-            why="learns which requests a forward serves and their true tokens",
-        ),
+        declare_run_batch(announce_with(row, lacks_fence_always), "0.5.11", "0.5.16", *ROW_OF_REQUEST),
+        declare_run_batch(announce_with(row, lacks_fence_by_flag), "0.5.16", "0.5.19", *ROW_OF_REQUEST, *FENCE_FLAG),
+        declare_run_batch(announce_with(row_of_kv, lacks_fence_by_flag), "0.5.19", None, *ROW_OF_KV, *FENCE_FLAG),
         Patch(
             MODULE,
             "Scheduler",
@@ -72,5 +124,14 @@ def declare_patches(session: Session) -> list[Patch]:
             parameters=("self", "batch", "result"),
             since="0.5.11",
             why="reads the verdict of a forward before its tokens go out",
+        ),
+        Patch(
+            BEAM_SEARCH,
+            "BeamCoordinator",
+            "validate_and_init",
+            validate_and_init,
+            parameters=("self", "req"),
+            since="0.5.19",
+            why="turns beam search away: its rows are no requests",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Server arguments: our flags on SGLang's own parser, and which server modes are covered.
+"""Server arguments: our flags on SGLang's own parser, and what becomes of them.
 
 Wrapped in every mode, so that ``--kvcanary`` can be parsed at all.
 """
@@ -8,23 +8,30 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser
-from dataclasses import dataclass
 from typing import Any
 
-from kvcanary_plugin.activate import refuse
+from packaging.version import Version
+
+from kvcanary_plugin.activate import check_release, refuse
 from kvcanary_plugin.config import OPTIONS, Config, read_config, to_environment
-from kvcanary_plugin.errors import ConfigError, UncoveredError
+from kvcanary_plugin.errors import ConfigError, SeamError, UncoveredError
 from kvcanary_plugin.faults.injector import Injector
 from kvcanary_plugin.pool_patcher.patch import Patch
 from kvcanary_plugin.report.jsonl import EventLog
+from kvcanary_plugin.versions import installed_sglang
 
-MODULE = "sglang.srt.server_args"
+from .hf3fs import choose_storage
+from .modes import GROUPS_SINCE, IN_TREE, MODE_GAPS, MODULE, list_mode_gaps
 
 logger = logging.getLogger("kvcanary")
 
 
 def declare_patches() -> list[Patch]:
     """The parser and what becomes of its result."""
+    settings = (*MODE_GAPS, IN_TREE)
+    # What a setting is called has to be known in each release: one that was renamed would read as not set.
+    starts = sorted({gap.since for gap in settings} | {GROUPS_SINCE}, key=Version)
+    ends: list[str | None] = [*starts[1:], None]
     return [
         Patch(
             MODULE,
@@ -36,59 +43,25 @@ def declare_patches() -> list[Patch]:
             since="0.5.11",
             why="adds the --kvcanary flags to SGLang's parser, which also serves its YAML --config",
         ),
-        Patch(
-            MODULE,
-            "ServerArgs",
-            "from_cli_args",
-            _from_cli_args,
-            parameters=("cls", "args"),
-            kind="classmethod",
-            since="0.5.11",
-            why="reads our flags and hands them to the scheduler processes through the environment",
+        *(
+            Patch(
+                MODULE,
+                "ServerArgs",
+                "from_cli_args",
+                _from_cli_args,
+                parameters=("cls", "args"),
+                kind="classmethod",
+                since=since,
+                until=until,
+                why="reads our flags and hands them to the scheduler processes through the environment",
+                reads=tuple(
+                    gap.home(Version(since) >= Version(GROUPS_SINCE))
+                    for gap in settings
+                    if Version(gap.since) <= Version(since)
+                ),
+            )
+            for since, until in zip(starts, ends, strict=True)
         ),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class ModeGap:
-    """A server setting under which KV appears or lives where no forward of ours passes: refused until covered."""
-
-    field: str
-    setting: str
-    why: str
-    harmless: Any = None  # a value other than None, False, 0 and "" that means not set
-
-
-MODE_GAPS = (
-    ModeGap(
-        "enable_hierarchical_cache", "--enable-hierarchical-cache", "KV comes back from host memory without a forward"
-    ),
-    ModeGap("disaggregation_mode", "--disaggregation-mode", "KV arrives from another server without a forward", "null"),
-    ModeGap("speculative_algorithm", "--speculative-algorithm", "draft tokens are stored out of order and rejected"),
-    ModeGap("enable_pdmux", "--enable-pdmux", "a batch runs in several interleaved forwards"),
-    ModeGap("dllm_algorithm", "--dllm-algorithm", "blocks are stored several times"),
-    ModeGap("pp_size", "--pp-size above 1", "results of a stage arrive several steps late", 1),
-    ModeGap("enable_dp_attention", "--enable-dp-attention", "ranks run padded batches of their own"),
-    ModeGap("attn_cp_size", "--attn-cp-size above 1", "a prefix is spread over ranks", 1),
-    ModeGap("dcp_size", "--dcp-size above 1", "a prefix is spread over ranks", 1),
-    ModeGap("enable_unified_memory", "--enable-unified-memory", "KV moves between slots"),
-    ModeGap("enable_hisparse", "--enable-hisparse", "KV moves to host memory"),
-    ModeGap("enable_lmcache", "--enable-lmcache", "KV comes back from another store without a forward"),
-    ModeGap("use_ray", "--use-ray", "plugins are not loaded in the actors"),
-    ModeGap("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache", "there is no KV to guard"),
-    ModeGap("enable_memory_saver", "--enable-memory-saver", "KV is dropped and comes back empty"),
-)
-
-
-def list_mode_gaps(server_args: Any) -> list[str]:
-    """Why this server's KV cannot be followed, one line per setting; empty if it can.
-
-    Works on unresolved arguments too. A setting this release does not have reads as not set.
-    """
-    return [
-        f"{gap.setting} is not covered yet ({gap.why})"
-        for gap in MODE_GAPS
-        if getattr(server_args, gap.field, None) not in (None, False, 0, "", gap.harmless)
     ]
 
 
@@ -112,20 +85,23 @@ def _from_cli_args(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str
     try:
         config = read_config(flags=flags)
         _refuse_what_cannot_work(config)
-        if not config.is_on and any(value for field, value in flags.items() if field != "mode"):
+        choose_storage(config.hf3fs, namespace)
+        if not config.is_on and any(value for field, value in flags.items() if field not in ("mode", "hf3fs")):
             logger.warning("kvcanary: --kvcanary is off, so the other --kvcanary flags have no effect")
         _refuse_what_is_not_covered(config, namespace)
         if config.is_on or any(flags.values()) or "KVCANARY" in os.environ:
             os.environ.update(to_environment(config))
         server_args = wrapped(*args, **kwargs)
         _refuse_what_is_not_covered(config, server_args)  # SGLang settles some of them itself
-    except (ConfigError, UncoveredError) as error:
+    except (ConfigError, SeamError, UncoveredError) as error:
         refuse(error)
     return server_args
 
 
 def _refuse_what_cannot_work(config: Config) -> None:
     """What would otherwise be noticed once the model is loaded."""
+    if config.is_on:
+        check_release(installed_sglang())
     if config.inject:
         Injector.parse(config.inject)
     if config.is_on and config.log:
@@ -135,8 +111,8 @@ def _refuse_what_cannot_work(config: Config) -> None:
 def _refuse_what_is_not_covered(config: Config, server_args: Any) -> None:
     if not config.is_on:
         return
-    in_tree = getattr(server_args, "kv_canary", None) or "none"
-    if in_tree != "none":
+    in_tree = getattr(server_args, IN_TREE.field, None) or IN_TREE.harmless
+    if in_tree != IN_TREE.harmless:
         raise ConfigError(
             f"kvcanary: --kvcanary {config.mode} and SGLang's own --kv-canary {in_tree} exclude each other; "
             "drop one of them"

@@ -67,7 +67,7 @@ class Engine:
         self.rows = ReqToTokenPool(16, CONTEXT, "cpu", False)
         self.reporter = ListReporter()
         config = Config(mode=mode, **options)
-        content = config.content if config.has_content else "none"
+        content = config.content if config.reads_rows else "none"
         guarded = adapt_mha_pool(self.pool, self.allocator, self.rows.req_to_token, content, model="test")
         self.guard = Guard(guarded, config, self.reporter)
         self.random = torch.Generator().manual_seed(0)
@@ -87,7 +87,8 @@ class Engine:
 
     def prefill(self, *requests: Req, prefix: torch.Tensor | None = None, upto: int | None = None) -> None:
         """One extend forward. ``prefix``: cached slots shared by new requests; ``upto``: end of this chunk."""
-        self.rows.alloc([request for request in requests if request.req_pool_idx is None])
+        if waiting := [request for request in requests if request.req_pool_idx is None]:
+            self.rows.alloc(waiting)
         starts, ends = [], []
         for request in requests:
             start = request.kv_committed_len

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..config import BYTE_CHECKS
 from ..errors import ConfigError
 from ..report.reporter import Reporter
 from ..report.text import quote
-from .library import FAULTS, NEED_CONTENT
+from . import library
+from .ownership import OWNERSHIP_FAULTS
 
 if TYPE_CHECKING:
     from ..pool_patcher.sources import SourceTable
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvcanary")
 
+FAULTS = library.FAULTS | OWNERSHIP_FAULTS
+FOUND_BY = library.FOUND_BY | dict.fromkeys(OWNERSHIP_FAULTS, "ownership")
 OPTIONS = ("layer", "half", "bit", "seed")
 
 
@@ -38,6 +42,7 @@ class Injector:
     def __init__(self, planned: list[Planned]) -> None:
         self._planned = planned
         self._restores: list[Callable[[], None]] = []
+        self._strikes: list[Callable[[], None]] = []
 
     @classmethod
     def parse(cls, spec: str) -> Injector:
@@ -81,8 +86,8 @@ class Injector:
             ConfigError: names the fault, the value and the limit.
         """
         for planned in self._planned:
-            check = "content" if planned.name in NEED_CONTENT else "chain"
-            if check not in checks or (check == "content" and not table.sources):
+            check = FOUND_BY.get(planned.name, "chain")
+            if check not in checks or (check in BYTE_CHECKS and not table.sources):
                 raise ConfigError(
                     f"kvcanary: --kvcanary-inject {planned.name}: the check that finds it, {check}, is off; "
                     "turn it on or leave the fault out"
@@ -111,7 +116,9 @@ class Injector:
         del self._planned[0]
         if done.restore is not None:
             self._restores.append(done.restore)
-        bound = 0 if done.check == "chain" or guard.scrubber is None else guard.scrubber.period_forwards
+        if done.strike is not None:
+            self._strikes.append(done.strike)
+        bound = 0 if done.check != "content" or guard.scrubber is None else guard.scrubber.period_forwards
         fields = {
             "fault": planned.name,
             "step": step.number,
@@ -124,6 +131,11 @@ class Injector:
         shown = (f"{key}={quote(value) if key in ('request', 'other') else value}" for key, value in fields.items())
         logger.warning("kvcanary: injected %s", ", ".join(shown))
         reporter.event("injected", fields)
+
+    def behind_forward(self) -> None:
+        """Do what must look as if the forward itself had done it."""
+        while self._strikes:
+            self._strikes.pop()()
 
     def after_forward(self, guard: Guard) -> None:
         """Undo what was to last for one forward only."""

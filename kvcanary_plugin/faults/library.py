@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..kernels import record as r
+from ..kernels.poison_reference import poison_slots
 
 if TYPE_CHECKING:
     from ..runtime.guard import Guard
@@ -28,6 +29,7 @@ class Injected:
         slots, positions: damaged slots, and the positions at which requests read them.
         fields: more of what was done, for the log.
         restore: undoes it after the forward, where leaving it would damage the allocator's books as well.
+        strike: done right behind the forward, for damage that the forward itself would do.
     """
 
     check: str
@@ -35,6 +37,7 @@ class Injected:
     positions: tuple[int, ...]
     fields: dict[str, Any]
     restore: Callable[[], None] | None = None
+    strike: Callable[[], None] | None = None
 
 
 Fault = Callable[["Guard", "Step", random.Random, dict[str, str]], Injected | None]
@@ -121,11 +124,38 @@ def overwrite_slot(guard: Guard, step: Step, rng: random.Random, _: dict[str, st
     return Injected("content", (slot,), (position,), {"request": step.requests[index].rid, "copied_from": source})
 
 
+def skip_store(guard: Guard, step: Step, rng: random.Random, options: dict[str, str]) -> Injected | None:
+    """Leave K or V of one layer as it was before the forward, for every token it stores."""
+    space = guard.spaces[0]
+    if not step.write_total or space.presence is None or space.presence.learned is None:
+        return None
+    expected = [space.slots.table.names[i] for i in space.presence.expects.nonzero().flatten().tolist()]
+    some_layer, some_half = rng.choice(expected)
+    layer, half = int(options.get("layer", some_layer)), options.get("half", some_half)
+    index, batch, presence = space.slots.table.names.index((layer, half)), step.batch, space.presence
+    assert batch is not None
+
+    def strike() -> None:
+        chosen = torch.zeros_like(presence.chosen)
+        chosen[index] = 1
+        # What the guard put there before the forward is what a forward that stores nothing leaves.
+        poison_slots(table=space.slots.table, slots=batch.slots, chosen=chosen)
+
+    requests = [request.rid for request in step.requests]
+    return Injected("presence", (), (), {"layer": layer, "half": half, "requests": requests}, strike=strike)
+
+
 FAULTS: dict[str, Fault] = {
-    fault.__name__: fault for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot)
+    fault.__name__: fault for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot, skip_store)
 }
 
-NEED_CONTENT = ("flip_running", "flip_cached", "overwrite_slot")
+# The check that finds a fault, where that is not chain.
+FOUND_BY = {
+    "flip_running": "content",
+    "flip_cached": "content",
+    "overwrite_slot": "content",
+    "skip_store": "presence",
+}
 
 
 def _pick_request(step: Step, rng: random.Random, *, at_least: int) -> int | None:

@@ -48,6 +48,18 @@ def render_writer(violation: Violation) -> str:
 
 def render_expected_found(violation: Violation) -> tuple[str, str]:
     """The two sides that differ."""
+    if violation.kind == "other_identity":
+        return (
+            ", ".join(f"{tag} {quote(expected)}" for tag, expected, _ in violation.differs),
+            ", ".join(f"{tag} {quote(found)}" for tag, _, found in violation.differs),
+        )
+    if violation.kind == "mixed_weights":
+        return f"weights {violation.differs[0][1]}", f"weights {violation.differs[0][2]} up to the update"
+    if violation.check == "presence":
+        return "K and V of every layer stored by the forward", {
+            "not_stored": "the row as it was before",
+            "partly_stored": "a part of the row as it was before",
+        }[violation.kind]
     if violation.check == "content":
         return f"digest {violation.expected_hash:016x}", f"digest {violation.stored_hash:016x}"
     if violation.kind == "link_behind":

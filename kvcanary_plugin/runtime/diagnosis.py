@@ -11,8 +11,9 @@ import torch
 
 from ..kernels import record as r
 from ..kernels.mixing import POSITION_SHIFT, as_int64, mix
-from ..pool_patcher.adapters import GuardedPool
+from ..kernels.poison_reference import FIRST, LAST
 from ..pool_patcher.records import ShadowRecords
+from ..pool_patcher.spaces import SlotSpace, StateSpace
 from .step import Step
 from .truth import Request, TruthTable, tokens_between, true_chains
 from .violation import CHECK_OF_KIND, Violation, Writer, locate_source
@@ -45,8 +46,19 @@ class RowHistory:
 class Diagnosis:
     """Explains the raw rows of one pool."""
 
-    def __init__(self, pool: GuardedPool, truth: TruthTable, history: RowHistory, rank: int) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        slots: SlotSpace,
+        pool_name: str,
+        truth: TruthTable,
+        history: RowHistory,
+        rank: int,
+        *,
+        checks_identity: bool = True,
+    ) -> None:
+        self._checks_identity = checks_identity
+        self.pool_name = pool_name
+        self._slots = slots
         self._truth = truth
         self._history = history
         self._rank = rank
@@ -65,6 +77,9 @@ class Diagnosis:
             if kind is r.Kind.CONTENT:
                 violations.append(self._content(step, row))
                 continue
+            if kind is r.Kind.NOT_STORED:
+                violations.append(self._presence(step, row))
+                continue
             if kind is r.Kind.END_POINT and any(index == request for request, _ in named):
                 continue
             if kind in (r.Kind.LINK, r.Kind.END_POINT) and index not in chains:
@@ -76,9 +91,37 @@ class Diagnosis:
                 if (index, position - 1) in named:
                     continue
                 violation = dataclasses.replace(violation, kind="link_behind")
+            elif self._checks_identity:
+                violation = self._recognise(step.requests[index], violation)
             named.add((index, position))
             violations.append(violation)
         return violations
+
+    def mixed(self, step: Step, request: Request, row: int, version: str) -> Violation:
+        """A running request whose weights were updated under it."""
+        return Violation(
+            check="identity",
+            kind="mixed_weights",
+            pool=self.pool_name,
+            rank=self._rank,
+            step=step.number,
+            phase="read",
+            slot=-1,
+            request=request.rid,
+            request_row=row,
+            differs=(("weights", version, "an older version"),),
+        )
+
+    def _recognise(self, request: Request, violation: Violation) -> Violation:
+        """The right tokens behind another anchor are reuse across identities, not damage."""
+        expected, stored = violation.expected_hash, violation.stored_hash
+        if expected is None or stored is None or violation.stored_token != violation.expected_token:
+            return violation
+        anchor = self._truth.anchor_of(request)
+        differs = self._truth.identities.compare(anchor, (anchor + stored - expected) & _U64)
+        if not differs:
+            return violation
+        return dataclasses.replace(violation, check="identity", kind="other_identity", differs=differs)
 
     @staticmethod
     def _holds_truth(violation: Violation, row: Sequence[int]) -> bool:
@@ -92,11 +135,12 @@ class Diagnosis:
         index, position, identity = row[r.ROW_REQUEST], row[r.ROW_POSITION], row[r.ROW_IDENTITY]
         request = step.requests[index]
         reads_slot = kind not in (r.Kind.ROW_RANGE, r.Kind.WRITE_RANGE)
+        is_unmapped = kind is r.Kind.SLOT_RANGE and self._slots.mapping is not None and row[r.ROW_SLOT] <= 0
         has_record = reads_slot and kind is not r.Kind.SLOT_RANGE and identity != 0
         return Violation(
             check=CHECK_OF_KIND[kind],
-            kind=kind.name.lower(),
-            pool=self._pool.name,
+            kind="unmapped" if is_unmapped else kind.name.lower(),
+            pool=self.pool_name,
             rank=self._rank,
             step=step.number,
             phase="write" if kind is r.Kind.WRITE_RANGE else "read",
@@ -115,7 +159,7 @@ class Diagnosis:
 
     def _content(self, step: Step, row: Sequence[int]) -> Violation:
         identity, index = row[r.ROW_IDENTITY], row[r.ROW_REQUEST]
-        names = self._pool.table.names
+        names = self._slots.table.names
         source = locate_source(
             row[r.ROW_DIGEST], row[r.ROW_LOCATOR], row[r.ROW_FOUND_DIGEST], row[r.ROW_FOUND_LOCATOR], len(names)
         )
@@ -123,7 +167,7 @@ class Diagnosis:
         return Violation(
             check="content",
             kind="content",
-            pool=self._pool.name,
+            pool=self.pool_name,
             rank=self._rank,
             step=step.number,
             phase="scrub" if index < 0 else "start",
@@ -141,8 +185,46 @@ class Diagnosis:
             writer=self._history.writer_of(row[r.ROW_WRITER]),
         )
 
+    def _presence(self, step: Step, row: Sequence[int]) -> Violation:
+        identity, writer = row[r.ROW_IDENTITY], self._history.writer_of(row[r.ROW_WRITER])
+        layer, half = self._slots.table.names[row[r.ROW_SOURCE]]
+        return Violation(
+            check="presence",
+            kind="not_stored" if row[r.ROW_EDGES] == FIRST | LAST else "partly_stored",
+            pool=self.pool_name,
+            rank=self._rank,
+            step=step.number,
+            phase="write",
+            slot=row[r.ROW_SLOT],
+            page=self._page_of(row[r.ROW_SLOT]),
+            position=row[r.ROW_POSITION],
+            request=writer.request if writer else None,
+            request_row=writer.row if writer else None,
+            expected_token=_signed_token(identity),
+            layer=layer,
+            half=half,
+            writer=writer,
+        )
+
     def _page_of(self, slot: int) -> int | None:
-        return slot // self._pool.page_size if self._pool.page_size > 1 else None
+        return slot // self._slots.page_size if self._slots.page_size > 1 else None
+
+
+class StateDiagnosis(Diagnosis):
+    """Explains the raw rows of a per-request state, whose slots are rows of a table."""
+
+    def __init__(self, state: StateSpace, pool_name: str, truth: TruthTable, history: RowHistory, rank: int) -> None:
+        rows = SlotSpace(state.name, state.table, state.slot_count * state.split, page_size=1)
+        super().__init__(rows, pool_name, truth, history, rank)
+        self._split = state.split
+
+    def explain(self, step: Step, rows: Sequence[Sequence[int]]) -> list[Violation]:
+        """Violations of ``step``."""
+        found = [self._content(step, row) for row in rows]
+        return [
+            dataclasses.replace(violation, kind="state", phase="read", slot=violation.slot // self._split)
+            for violation in found
+        ]
 
 
 def sort_rows(rows: list[list[int]]) -> list[list[int]]:
@@ -157,6 +239,7 @@ def refine_chain_rows(
     req_to_token: torch.Tensor,
     scatter: Callable[..., None],
     anchor_of: Callable[[Request], int],
+    window: int | None = None,
 ) -> list[list[int]]:
     """Replace link and end-point rows by the places that are wrong.
 
@@ -173,6 +256,7 @@ def refine_chain_rows(
         req_to_token: int32 (row_count, context).
         scatter: ``scatter_req_token_ids`` of the backend.
         anchor_of: the chain before the first token of a request, unsigned.
+        window: positions from the end that the row still holds; None for all.
     """
     loose = (r.Kind.LINK, r.Kind.END_POINT)
     unreadable = {row[r.ROW_REQUEST] for row in rows if row[r.ROW_KIND] == r.Kind.ROW_RANGE}
@@ -199,13 +283,15 @@ def refine_chain_rows(
         chain = torch.cumsum(mix(words), 0) + as_int64(anchor_of(step.requests[index]))
         # The chain too: a foreign stretch may hold the right token here and there by chance.
         wrong = (found[:, r.IDENTITY] != words | r.LIVE_BIT) | (found[:, r.CHAIN] != chain)
+        if window is not None:
+            wrong[: max(0, length - window)] = False
         first = wrong & ~torch.nn.functional.pad(wrong[:-1], (1, 0))
         starts = torch.nonzero(first).flatten().tolist()
         vague = [row for row in rows if row[r.ROW_REQUEST] == index and row[r.ROW_KIND] in loose]
         if not starts:
             kept += vague  # the row is not any more what the forward read; what was seen then stands
             continue
-        kind = r.Kind.END_POINT if bool(wrong.all()) else r.Kind.LINK
+        kind = r.Kind.END_POINT if window is None and bool(wrong.all()) else r.Kind.LINK
         for position in starts:
             if (index, position) not in named:
                 row = [0] * r.ROW_COLUMNS

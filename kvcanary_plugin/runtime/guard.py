@@ -6,34 +6,43 @@ already be changing, so :meth:`after` uses private copies only.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..config import Config
 from ..errors import CorruptionError, GuardError
 from ..faults.injector import Injector
+from ..kernels import record as r
 from ..kernels.backend import pick_backend
-from ..kernels.violations import ViolationBuffer
-from ..pool_patcher.adapters import GuardedPool
 from ..pool_patcher.records import ShadowRecords
+from ..pool_patcher.spaces import GuardedPool
 from ..report.reporter import Reporter
 from ..report.text import render_line
-from .batch import BatchBuffers, fill_fields
-from .diagnosis import Diagnosis, RowHistory, refine_chain_rows, sort_rows
+from .batch import BatchBuffers
+from .diagnosis import Diagnosis, RowHistory, StateDiagnosis, refine_chain_rows, sort_rows
+from .idle import IdlePass
+from .images import NO_MARKS, locate_marks
+from .launches import MAX_CAPTURED_REQUESTS, CapturedDecode, Launches
 from .scrubber import Scrubber
+from .space import Space
+from .state import StateWatch
 from .step import MAX_IN_FLIGHT, Step
 from .truth import Request, TruthTable
+from .violation import Violation
 
 logger = logging.getLogger("kvcanary")
 
-VIOLATIONS_A_FORWARD = 256
-# Far enough apart that the difference is not launches: what it measures is the cost of one more slot.
-_CALIBRATION_SLOTS = {True: (8, 136), False: (2048, 10240)}
+
+class Policy(Protocol):
+    """What is done about violations beyond reporting them."""
+
+    def judge(self, step: Step, violations: Sequence[Violation]) -> None:
+        """Act on the violations of ``step``, before its output is used."""
 
 
 class Guard:
@@ -41,33 +50,56 @@ class Guard:
 
     Attributes:
         pool: what is guarded.
-        records: its shadow records.
-        scrubber: the rotating content pass, None where content is not checked.
+        spaces: its numberings of slots under guard, the main one first.
+        states: its per-request states under guard.
         forwards: forwards guarded so far; the number of the latest step.
+        policy: what is done about violations beyond reporting them; None for nothing.
     """
 
     def __init__(self, pool: GuardedPool, config: Config, reporter: Reporter, *, rank: int = 0) -> None:
         device = pool.req_to_token.device
         self.pool = pool
         self.config = config
-        self.records = ShadowRecords(pool.slot_count, pool.page_size, device)
         self.forwards = 0
+        self.policy: Policy | None = None
         self._reporter = reporter
         self._backend = pick_backend(device)
         self._on_host = device.type == "cpu"
-        self._buffer = ViolationBuffer(VIOLATIONS_A_FORWARD, device)
         self._truth = TruthTable(pool.req_to_token.shape[0], pool.fingerprint)
         self._history = RowHistory()
-        self._diagnosis = Diagnosis(pool, self._truth, self._history, rank)
-        self._steps = [Step(self._buffer) for _ in range(MAX_IN_FLIGHT)]
+        self.spaces = tuple(
+            Space(slots, index, pool, config, self._backend, MAX_IN_FLIGHT)
+            for index, slots in enumerate((pool.main, *pool.companions))
+        )
+        self.states = tuple(StateWatch(state, config, self._backend, MAX_IN_FLIGHT) for state in pool.states)
+        checks_identity = "identity" in config.checks
+        self._diagnoses: list[Diagnosis] = [
+            Diagnosis(
+                space.slots,
+                pool.name if space.index == 0 else f"{pool.name}/{space.slots.name}",
+                self._truth,
+                self._history,
+                rank,
+                checks_identity=checks_identity,
+            )
+            for space in self.spaces
+        ]
+        self._diagnoses += [
+            StateDiagnosis(watch.state, f"{pool.name}/{watch.state.name}", self._truth, self._history, rank)
+            for watch in self.states
+        ]
+        rings = [space.ring for space in self.spaces] + [watch.ring for watch in self.states]
+        self._steps = [Step([ring[place] for ring in rings], device) for place in range(MAX_IN_FLIGHT)]
         self._launched: deque[tuple[Any, Step]] = deque()
         self._announced: Step | None = None
-        self._released: list[torch.Tensor | None] = []
-        self._batch = BatchBuffers(device)
+        companions = len(pool.companions)
+        self._batch = BatchBuffers(device, companions)
         self._running: Step | None = None
-        self.scrubber: Scrubber | None = None
-        if config.has_content and pool.table.sources:
-            self.scrubber = Scrubber(pool.page_size, pool.slot_count, config.scrub_budget, self._time_one_slot())
+        self._weights_changed = False
+        self._stream: Any = None
+        self._idle = IdlePass(self._backend, self.spaces, device)
+        self._launches = Launches(self._backend, self.spaces)
+        self._captured = CapturedDecode(self._launches, device, companions) if CapturedDecode.serves(device) else None
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
             self.injector.check_against(pool.table, config.checks)
@@ -75,7 +107,18 @@ class Guard:
     @property
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool."""
-        return self.records.resident_bytes + self.pool.table.resident_bytes
+        spaces = sum(space.resident_bytes for space in self.spaces)
+        return spaces + sum(watch.resident_bytes for watch in self.states)
+
+    @property
+    def records(self) -> ShadowRecords:
+        """Shadow records of the main space."""
+        return self.spaces[0].records
+
+    @property
+    def scrubber(self) -> Scrubber | None:
+        """Rotating pass of the main space, None where content is not checked."""
+        return self.spaces[0].scrubber
 
     def announce(
         self, requests: Sequence[Request], rows: Sequence[int], prefix_lens: Sequence[int], write_lens: Sequence[int]
@@ -93,14 +136,25 @@ class Guard:
         if step.is_open:
             self._judge(step)
         step.number = self.forwards
-        step.requests, step.rows, step.prefix_lens = list(requests), list(rows), list(prefix_lens)
-        step.verify_total, step.write_total = sum(prefix_lens), sum(write_lens)
-        if requests:
-            anchors, chains, step.started = self._truth.advance(step.requests, step.rows, step.prefix_lens)
-            for index in step.started:
-                self._history.note(step.rows[index], step.number, step.requests[index].rid)
-            fields = step.fields_of(len(requests), self._batch)
-            fill_fields(fields, step.rows, step.prefix_lens, list(write_lens), anchors, chains)
+        # A copy, because SGLang extends its list in place.
+        step.requests, step.rows, step.prefix_lens = list(requests), rows, prefix_lens
+        step.verify_total, step.write_total, step.started = sum(prefix_lens), sum(write_lens), ()
+        step.marks, step.found = NO_MARKS, []
+        # Every request stores at least one token.
+        step.is_decode = 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None
+        if step.is_decode and self._captured is not None:
+            batch = self._captured.batch_of(len(requests))
+        else:
+            batch = self._batch.batch_of(len(requests), step.write_total)
+        if not step.is_decode:
+            step.marks = locate_marks(requests, prefix_lens, write_lens)
+        if self._weights_changed:
+            self._note_mixed(step)
+        truth = self._truth.advance(requests, rows, prefix_lens)
+        step.started = truth.started
+        for index in step.started:
+            self._history.note(rows[index], step.number, requests[index].rid)
+        step.open(batch).fill(step.number, truth, write_lens, is_decode=step.is_decode)
         self._announced = step
 
     def before(
@@ -116,80 +170,68 @@ class Guard:
         step, self._announced = self._announced, None
         if step is None:
             return  # a dummy forward: nothing was scheduled
+        self._idle.wake()
+        if not self._on_host:
+            self._stream = torch.get_device_module(out_cache_loc.device).current_stream()
         self._apply_releases()
         if self.injector is not None:
             self.injector.before_forward(self, step, self._reporter)
-        batch_size, written = len(step.requests), step.write_total
-        if input_ids is None or input_ids.numel() != written or out_cache_loc.numel() != written:
+        bs, written = len(step.requests), step.write_total
+        if input_ids is None or input_ids.shape[0] != written or out_cache_loc.shape[0] != written:
             raise GuardError(
                 f"step {step.number} was announced with {written} new tokens but its forward carries others"
             )
+        batch, host = step.batch, step.host
+        assert batch is not None
+        assert host is not None
         self._running = step
-        if batch_size == 0:
-            step.note_begin()
-            return
-        batch = self._batch.fields_of(batch_size)
-        step.upload(batch)
-        self._batch.snapshot(input_ids, out_cache_loc)
-        if "chain" in self.config.checks:
-            self._backend.verify_prefixes(
-                records=self.records.hot,
-                writers=self.records.writers,
-                req_to_token=self.pool.req_to_token,
-                rows=req_pool_indices[:batch_size].to(torch.int64),
-                offsets=batch.verify_offsets,
-                anchors=batch.anchors,
-                end_points=batch.chains,
-                total=step.verify_total,
-                first_slot=self.records.first_slot,
-                violations=self._buffer,
-            )
-            if self._on_host and int(self._buffer.count):
-                self._read_early(step)
-        if self.scrubber is not None:
-            for index in step.started:
-                self._check_content(
-                    self.pool.req_to_token[step.rows[index], : step.prefix_lens[index]].to(torch.int64), index
-                )
+        for space in self.spaces:
+            if space.scrubber is not None:
+                step.scrubs[space.index] = space.scrubber.next_range()
+                host.set_scrub(space.index, step.scrubs[space.index][0])
+        inputs = input_ids.contiguous(), out_cache_loc.contiguous(), req_pool_indices[:bs].contiguous()
+        if not self._on_host:
+            host.set_inputs(*inputs)
+        if step.is_decode and self._captured is not None:
+            self._captured.prepare(batch, host, inputs, step.verify_total)
+        else:
+            self._launches.prepare(batch, host, inputs, step.verify_total)
+        places, marked = step.marks
+        if places:
+            device = batch.tokens.device
+            batch.tokens[torch.tensor(places, device=device)] = torch.tensor(marked, device=device)
+        if self._on_host and step.verify_total and int(self.spaces[0].violations.count):
+            self._read_early(step)
+        for state in self.states:
+            state.compare(step)
+        for index in step.started:
+            for space in self.spaces:
+                space.check_prefix(step.rows[index], step.prefix_lens[index], index)
+        step.is_timed = bs > 0 and self.scrubber is not None and self.scrubber.wants_timing
         step.note_begin()
 
     def after(self) -> None:
         """Record what the forward stored and scrub the next piece. Enqueued on the forward's stream, behind it."""
         step, self._running = self._running, None
-        if step is None:
+        if step is None or step.batch is None:
             return
         step.note_end()
-        batch_size, written = len(step.requests), step.write_total
-        tokens, slots = self._batch.stored(written)
-        if batch_size:
-            batch = self._batch.fields_of(batch_size)
-            self._backend.write_chain(
-                records=self.records.hot,
-                writers=self.records.writers,
-                slots=slots,
-                tokens=tokens,
-                rows=batch.rows,
-                prefix_lens=batch.prefix_lens,
-                offsets=batch.write_offsets,
-                seeds=batch.chains,
-                step=step.number,
-                first_slot=self.records.first_slot,
-                violations=self._buffer,
-            )
-        if self.scrubber is not None:
-            start, count = self.scrubber.next_range()
-            self._backend.seal_and_scrub(
-                records=self.records.hot,
-                writers=self.records.writers,
-                table=self.pool.table,
-                slots=slots,
-                start=start,
-                count=count,
-                violations=self._buffer,
-            )
+        if self.injector is not None:
+            self.injector.behind_forward()
+        for space in self.spaces:
+            if space.presence is not None and space.presence.is_learning:
+                space.presence.observe(step.batch.slots_of(space.index))
+        counts = [count for _, count in step.scrubs]
+        if step.is_decode and self._captured is not None:
+            self._captured.conclude(step.batch, counts)
+        else:
+            self._launches.conclude(step.batch, step.number, [start for start, _ in step.scrubs], counts)
+        for state in self.states:
+            state.remember(step)
+            state.drain(step.batch)
         if self.injector is not None:
             self.injector.after_forward(self)
-        step.keep_verdict(self._buffer)
+        step.close_verdict()
 
     def note_launched(self, result: object) -> None:
         """Tie the latest step to the object whose arrival at :meth:`settle` means that SGLang processes its result."""
@@ -212,75 +254,117 @@ class Guard:
             if known is result:
                 return
 
-    def release(self, slots: torch.Tensor) -> None:
-        """Slots were given back to the allocator. Takes effect on the forward's stream, before its next forward."""
-        if slots.numel():
-            self._released.append(slots.to(torch.int64, copy=True))  # often a view of a row that is about to change
+    def idle(self) -> None:
+        """The server has nothing to do: fold on at full pace. Waits for the device.
+
+        Raises:
+            CorruptionError: something is damaged and the mode is ``raise``.
+        """
+        if self._launched or self._announced is not None or self._running is not None:
+            return  # a forward is under way after all
+        self._idle.run(self._stream, self.forwards, self._apply_releases, self._judge)
+
+    def release(self, slots: torch.Tensor | None, allocator: object = None) -> None:
+        """Slots were given back to an allocator, by default that of the main space; None means all of them."""
+        for space in self.spaces:
+            if space.slots.allocator is allocator or (allocator is None and space.index == 0):
+                space.release(slots)
 
     def release_all(self) -> None:
         """The pool was flushed."""
-        self._released[:] = [None]
+        for space in self.spaces:
+            space.release(None)
+
+    def replace_weights(self, version: str) -> None:
+        """The weights were updated in place: KV made from now on is of another identity. May wait for the device.
+
+        Says how much KV of older versions is still reachable: none, if the cache was flushed with the update.
+        """
+        self._truth.identities.replace_weights(version)
+        self._weights_changed = True
+        flushed = self.spaces[0].is_flushed
+        live = (self.records.hot[:, r.IDENTITY] & r.LIVE_BIT) != 0
+        reachable = 0 if flushed else int(live.sum())
+        logger.info("kvcanary: weights are now version %s; %d slots hold KV of older ones", version, reachable)
+        self._reporter.event("weights", {"version": version, "flushed": flushed, "older_slots": reachable})
+
+    def _note_mixed(self, step: Step) -> None:
+        """After an update: requests that go on running mix versions, which is asked for, so it is said once."""
+        self._weights_changed = False
+        mixed = [
+            (request, row)
+            for request, row in zip(step.requests, step.rows, strict=True)
+            if self._truth.is_running(request)
+        ]
+        if not mixed:
+            return
+        version = self._truth.identities.weights
+        logger.warning("kvcanary: %d running requests go on with KV of weights before version %s", len(mixed), version)
+        rids = [request.rid for request, _ in mixed]
+        self._reporter.event("mixed_weights", {"step": step.number, "version": version, "requests": rids})
+        if self.config.strict_weights and "identity" in self.config.checks:
+            step.found += [self._diagnoses[0].mixed(step, request, row, version) for request, row in mixed]
 
     def _apply_releases(self) -> None:
-        for slots in self._released:
-            if slots is None:
-                self.records.release_all()
-                continue
-            self.records.release(slots)
-            if not self._on_host:
-                slots.record_stream(torch.get_device_module(slots.device).current_stream())
-        self._released.clear()
+        for space in self.spaces:
+            space.apply_releases()
 
     def _read_early(self, step: Step) -> None:
         """On a CPU the rows of a request are at hand and still what the forward will read: look closer right away."""
-        count = int(self._buffer.count)
-        rows = self._buffer.rows[: min(count, self._buffer.capacity)].tolist()
+        found = self.spaces[0].violations
+        count = int(found.count)
+        rows = found.rows[: min(count, found.capacity)].tolist()
         step.early_rows = self._refine(step, rows)
         step.early_hidden = count - len(rows)
-        self._buffer.reset()
+        found.reset()
 
     def _refine(self, step: Step, rows: list[list[int]]) -> list[list[int]]:
         scatter = self._backend.scatter_req_token_ids
-        return refine_chain_rows(step, rows, self.records, self.pool.req_to_token, scatter, self._truth.anchor_of)
-
-    def _check_content(self, slots: torch.Tensor, index: int) -> None:
-        self._backend.check_slots(
-            records=self.records.hot,
-            writers=self.records.writers,
-            table=self.pool.table,
-            slots=slots,
-            request=index,
-            violations=self._buffer,
+        return refine_chain_rows(
+            step,
+            rows,
+            self.records,
+            self.pool.req_to_token,
+            scatter,
+            self._truth.anchor_of,
+            self.pool.main.window,
         )
 
     def _judge(self, step: Step) -> None:
-        count, rows = step.read_verdict()
-        if self.scrubber is not None and self.scrubber.wants_timing and step.requests:
-            self.scrubber.observe_forward(step.seconds)
-        if not count:
+        count, rows_of_spaces = step.read_verdict()
+        if step.is_timed:
+            for space in self.spaces:
+                if space.scrubber is not None:
+                    space.scrubber.observe_forward(step.seconds)
+        self._learn()
+        if not count and not step.found:
             return
-        if not self._on_host:
-            # Only to name a place: what the rows said when they were verified decides, not what they say now.
-            rows = self._refine(step, sort_rows(rows))
-        fresh = self._reporter.report(self._diagnosis.explain(step, rows))
+        violations = step.found
+        for diagnosis, rows in zip(self._diagnoses, rows_of_spaces, strict=False):
+            if not self._on_host and diagnosis is self._diagnoses[0]:
+                # Only to name a place: what the rows said when they were verified decides, not what they say now.
+                rows = self._refine(step, sort_rows(rows))
+            violations += diagnosis.explain(step, rows)
+        fresh = self._reporter.report(violations)
         if step.hidden:
             self._reporter.count_unlisted(step.hidden, step.number)
+        if self.policy is not None:
+            self.policy.judge(step, violations)
         if fresh and self.config.mode == "raise":
             raise CorruptionError(render_line(fresh[0]))
 
-    def _time_one_slot(self) -> float:
-        """Seconds one more slot in the rotating pass costs, measured here and now."""
-        device = self._buffer.count.device
-        few, many = (min(count, self.pool.slot_count) for count in _CALIBRATION_SLOTS[self._on_host])
-        sums = torch.empty((2, many), dtype=torch.int64, device=device)
-
-        def seconds(count: int) -> float:
-            slots = torch.arange(count, device=device)
-            start = time.perf_counter()
-            self._backend.fold_slots(self.pool.table, slots, digest=sums[0, :count], locator=sums[1, :count])
-            if not self._on_host:
-                torch.get_device_module(device).synchronize()
-            return time.perf_counter() - start
-
-        best = [min(seconds(count) for _ in range(8)) for count in (few, many)]
-        return max(best[1] - best[0], 1e-9) / max(many - few, 1)
+    def _learn(self) -> None:
+        """Say once what the first forwards showed of the sources they store."""
+        for space, diagnosis in zip(self.spaces, self._diagnoses, strict=False):
+            learned = space.presence.conclude() if space.presence is not None else None
+            if learned is None:
+                continue
+            if learned.unstored:
+                logger.warning(
+                    'kvcanary: pool "%s": none of the first %d tokens stored %s, so presence does not watch that; '
+                    "right for layers that share the KV of others, a fault otherwise",
+                    diagnosis.pool_name,
+                    learned.tokens,
+                    ", ".join(f"layer {layer} {half}" for layer, half in learned.unstored),
+                )
+            self._reporter.event("learned", {"pool": diagnosis.pool_name, **dataclasses.asdict(learned)})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 
 logger = logging.getLogger("kvcanary")
 
 FIRST_PASS_FORWARDS = 200
 CALIBRATION_FORWARDS = 64
+_STRETCHES = 256
 
 
 class Scrubber:
@@ -19,16 +21,22 @@ class Scrubber:
     Attributes:
         slots_a_forward: slots folded after each forward.
         passes: times the whole pool was covered.
+        seconds_a_slot: what one more slot costs, as measured at the start.
+        interval_seconds: a short forward, None until calibrated.
     """
 
     def __init__(self, first_slot: int, slot_count: int, budget: float, seconds_a_slot: float) -> None:
         self._first_slot = first_slot
         self._slot_count = slot_count
         self._budget = budget
-        self._seconds_a_slot = seconds_a_slot
         self._cursor = first_slot
         self._durations: list[float] = []
-        self._calibrated = False
+        self._stretch = -(-(slot_count - first_slot) // _STRETCHES)
+        self._entered = time.monotonic()
+        self._visited = [self._entered] * _STRETCHES
+        self._place = 0
+        self.seconds_a_slot = seconds_a_slot
+        self.interval_seconds: float | None = None
         self.passes = 0
         self.slots_a_forward = -(-(slot_count - first_slot) // FIRST_PASS_FORWARDS)
 
@@ -37,11 +45,26 @@ class Scrubber:
         """Forwards within which every slot is folded at least once, wherever the pass stands."""
         return -(-(self._slot_count - self._first_slot) // self.slots_a_forward)
 
-    def next_range(self) -> tuple[int, int]:
-        """First slot and number of slots to fold after this forward; moves on."""
+    @property
+    def period_seconds(self) -> float | None:
+        """The same in seconds of short forwards back to back, None until calibrated."""
+        return None if self.interval_seconds is None else self.period_forwards * self.interval_seconds
+
+    def oldest_age_seconds(self) -> float:
+        """How long ago the slot was folded that has waited longest; since the start, if some never were."""
+        return time.monotonic() - min(self._visited)
+
+    def next_range(self, seconds: float = 0.0) -> tuple[int, int]:
+        """First slot and number of slots to fold now; moves on.
+
+        Args:
+            seconds: where there is time, as many slots as can be folded in it, if those are more.
+        """
         start = self._cursor
-        count = min(self.slots_a_forward, self._slot_count - start)
+        wanted = max(self.slots_a_forward, int(seconds / self.seconds_a_slot)) if seconds else self.slots_a_forward
+        count = min(wanted, self._slot_count - start)
         self._cursor += count
+        self._note_visit()
         if self._cursor >= self._slot_count:
             self._cursor = self._first_slot
             self.passes += 1
@@ -58,18 +81,27 @@ class Scrubber:
         if self.wants_timing:
             self._durations.append(seconds)
 
+    def _note_visit(self) -> None:
+        """Remember when each stretch of the pool that now lies behind the cursor was begun."""
+        now = time.monotonic()
+        reached = _STRETCHES if self._cursor >= self._slot_count else (self._cursor - self._first_slot) // self._stretch
+        for place in range(self._place, reached):
+            self._visited[place] = self._entered
+            self._entered = now
+        self._place = reached % _STRETCHES
+
     def _settle_rate(self) -> None:
         if self.wants_timing:
             return
         # A short forward, not the median: with a rate set for long prefills the decode steps would exceed the budget.
         interval = sorted(self._durations)[CALIBRATION_FORWARDS // 10]
         self._durations.clear()
-        affordable = max(1, int(self._budget * interval / self._seconds_a_slot))
+        affordable = max(1, int(self._budget * interval / self.seconds_a_slot))
         affordable = min(affordable, self._slot_count - self._first_slot)
-        if self._calibrated and affordable <= self.slots_a_forward:
+        if self.interval_seconds is not None and affordable <= self.slots_a_forward:
             return
         self.slots_a_forward = affordable
-        self._calibrated = True
+        self.interval_seconds = interval
         logger.info(
             "kvcanary: content pass folds %d slots a forward, the whole pool of %d every %d forwards (about %.1f s), "
             "%.2f%% of a short forward of %.2f ms; budget %.2f%%",
@@ -77,7 +109,7 @@ class Scrubber:
             self._slot_count - self._first_slot,
             self.period_forwards,
             self.period_forwards * interval,
-            100 * self.slots_a_forward * self._seconds_a_slot / interval,
+            100 * self.slots_a_forward * self.seconds_a_slot / interval,
             1000 * interval,
             100 * self._budget,
         )

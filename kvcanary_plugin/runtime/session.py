@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..config import Config
 from ..errors import CorruptionError, UncoveredError
 from ..pool_patcher.adapters import adapt_model_runner
 from ..report.jsonl import EventLog
 from ..report.reporter import Reporter
+from .consensus import Consensus
 from .guard import Guard
+from .policy import Levers, Quarantine
 from .truth import Request
 
 logger = logging.getLogger("kvcanary")
@@ -33,12 +36,14 @@ class Session:
         config: what was asked for.
         reporter: where violations go.
         guard: the guard of this process's model runner; None before pools exist, when uncovered, and after a detach.
+        policy: what is done about damage; None in other modes than quarantine, and before the scheduler is ready.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.reporter = Reporter(EventLog(config.log) if config.log else None)
         self.guard: Guard | None = None
+        self.policy: Quarantine | None = None
         self._model_runner: Any = None
         self._is_waived = False
         atexit.register(self.reporter.close)
@@ -56,7 +61,7 @@ class Session:
         try:
             if gaps:
                 raise UncoveredError("; ".join(gaps))
-            pool = adapt_model_runner(model_runner, self.config.content if self.config.has_content else "none")
+            pool = adapt_model_runner(model_runner, self.config.content if self.config.reads_rows else "none")
         except UncoveredError as error:
             if not self.config.allow_uncovered:
                 raise UncoveredError(
@@ -107,6 +112,19 @@ class Session:
                 "ModelRunner.alloc_memory_pool was not reached. Run 'kvcanary doctor'"
             )
 
+    def enforce(self, levers: Levers, group: Any) -> None:
+        """The scheduler is ready: from now on damage has consequences.
+
+        Args:
+            levers: how this SGLang is acted upon.
+            group: gloo group of the ranks that must act alike; None for a single one.
+        """
+        if self.guard is None:
+            return
+        consensus = Consensus(group if dist.is_available() and dist.is_initialized() else None)
+        self.policy = Quarantine(self.guard, self.reporter, levers, consensus)
+        self.guard.policy = self.policy
+
     def guards(self, model_runner: Any) -> bool:
         """Whether forwards of this runner are guarded now."""
         return self.guard is not None and self._model_runner is model_runner
@@ -128,13 +146,27 @@ class Session:
         self._call(lambda guard: guard.note_launched(result))
 
     def settle(self, result: object) -> None:
-        """See :meth:`Guard.settle`."""
+        """See :meth:`Guard.settle`; then act on the verdict, which ranks do together even where one's guard is gone."""
         self._call(lambda guard: guard.settle(result))
+        self._enforce(lambda policy: policy.act())
+
+    def admit(self, request: object) -> None:
+        """See :meth:`Quarantine.admit`."""
+        self._enforce(lambda policy: policy.admit(request))
 
     def release(self, allocator: object, slots: torch.Tensor | None) -> None:
         """Slots went back to ``allocator``; None means all of them."""
-        if self.guard is not None and self.guard.pool.allocator is allocator:
-            self._call(lambda guard: guard.release_all() if slots is None else guard.release(slots))
+        self._call(lambda guard: guard.release(slots, allocator))
+
+    def idle(self) -> None:
+        """See :meth:`Guard.idle`."""
+        self._call(lambda guard: guard.idle())
+
+    def replace_weights(self, version: str) -> None:
+        """See :meth:`Guard.replace_weights`."""
+        if self.guard is None and self.policy is not None:  # the other ranks know of it too
+            self.policy.truth.identities.replace_weights(version)
+        self._call(lambda guard: guard.replace_weights(version))
 
     def _call(self, action: Callable[[Guard], None]) -> None:
         if self.guard is None:
@@ -149,6 +181,20 @@ class Session:
         except Exception as error:
             if self.config.mode == "raise":
                 raise
-            self.guard = None
-            logger.exception("kvcanary: DETACHED after an error of its own; this server is no longer guarded")
-            self.reporter.event("detached", {"why": f"{type(error).__name__}: {error}"})
+            self._detach(error)
+
+    def _enforce(self, action: Callable[[Quarantine], None]) -> None:
+        if self.policy is None:
+            return
+        try:
+            action(self.policy)
+        except Exception as error:
+            if not self.policy.is_alone:
+                raise  # the other ranks have acted: going on otherwise than they do would be worse than stopping
+            self.policy.stop()
+            self._detach(error)
+
+    def _detach(self, error: Exception) -> None:
+        self.guard = None
+        logger.exception("kvcanary: DETACHED after an error of its own; this server is no longer guarded")
+        self.reporter.event("detached", {"why": f"{type(error).__name__}: {error}"})

@@ -5,20 +5,20 @@ It is the independent half of the chain check: the device says what the slots ho
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..errors import GuardError
 from ..kernels.mixing import POSITION_SHIFT, mix_array, mix_array_
 from ..kernels.record import POSITION_MASK, TOKEN_MASK
-
-MAX_REMEMBERED_KEYS = 16384
-MAX_KEY_LENGTH = 256
+from .identity import Identities
+from .images import list_marks
 
 
 class Request(Protocol):
@@ -31,13 +31,6 @@ class Request(Protocol):
     retraction_count: int
 
 
-def make_anchor(fields: Sequence[tuple[str, str]]) -> int:
-    """Hash of tagged identity fields, unsigned 64 bit. Tags and lengths keep neighbouring fields apart."""
-    parts = [f"{len(tag)}:{tag}={len(value)}:{value};" for tag, value in fields]
-    # A client may send lone surrogates in a key, which strict encoding refuses.
-    return xxhash.xxh3_64_intdigest("".join(parts).encode("utf-8", "surrogatepass"))
-
-
 def hash_tokens(tokens: Sequence[int], start: int) -> npt.NDArray[np.uint64]:
     """``mix(token + 2^32 * position)`` of tokens that begin at position ``start``, as uint64 (n,)."""
     words = np.asarray(tokens, dtype=np.int64).view(np.uint64) & np.uint64(TOKEN_MASK)
@@ -46,7 +39,7 @@ def hash_tokens(tokens: Sequence[int], start: int) -> npt.NDArray[np.uint64]:
 
 
 def tokens_between(request: Request, start: int, stop: int) -> list[int]:
-    """Token ids of positions ``start`` .. ``stop - 1``: the prompt, then what was generated."""
+    """Token ids of positions ``start`` .. ``stop - 1``: the prompt, then what was generated; images by their digest."""
     prompt = len(request.origin_input_ids)
     tokens = list(request.origin_input_ids[start:stop])
     if stop > prompt:
@@ -56,13 +49,15 @@ def tokens_between(request: Request, start: int, stop: int) -> list[int]:
             f"request {request.rid!r:.100} is to read {stop} tokens but the scheduler knows "
             f"{prompt + len(request.output_ids)}"
         )
+    for position, marked in list_marks(request, start, min(stop, prompt)):
+        tokens[position - start : position - start + len(marked)] = marked
     return tokens
 
 
 def _token_at(request: Request, position: int) -> int:
     prompt = len(request.origin_input_ids)
     if position < prompt:
-        return request.origin_input_ids[position]
+        return tokens_between(request, position, position + 1)[0]
     if position - prompt >= len(request.output_ids):
         raise GuardError(
             f"request {request.rid!r:.100} is to read position {position} but the scheduler knows "
@@ -77,39 +72,115 @@ def true_chains(request: Request, anchor: int, stop: int) -> npt.NDArray[np.uint
     return np.cumsum(hashes, dtype=np.uint64) + np.uint64(anchor)
 
 
+@dataclass(slots=True)
+class Truth:
+    """What must be true of a batch.
+
+    Attributes:
+        rows, lengths: int64 (bs,), request rows and tokens each reads.
+        anchors, chains: uint64 (bs,), the chain before the first token and behind the last one.
+        started: indices of requests seen on their row for the first time.
+    """
+
+    rows: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    anchors: npt.NDArray[np.uint64]
+    chains: npt.NDArray[np.uint64]
+    started: list[int]
+
+
+class Cohort:
+    """A batch that goes on decoding together, as batches do nearly always: no row needs to be looked up."""
+
+    def __init__(self, requests: Sequence[Request], truth: Truth) -> None:
+        self.truth = truth
+        self._requests = list(requests)
+        self._rows: list[int] = truth.rows.tolist()
+        self._next_lengths: list[int] = (truth.lengths + 1).tolist()
+        self._retractions = [request.retraction_count for request in requests]
+        prompts = [len(request.origin_input_ids) for request in requests]
+        self._generated = [length - prompt for length, prompt in zip(truth.lengths.tolist(), prompts, strict=True)]
+        self._ahead = 0
+        self._scratch = np.empty(len(requests), dtype=np.uint64)
+
+    @classmethod
+    def form(cls, requests: Sequence[Request], truth: Truth) -> Cohort | None:
+        """The cohort of a batch whose next tokens are all generated ones, else None."""
+        if not requests or any(
+            length < len(request.origin_input_ids) for request, length in zip(requests, truth.lengths, strict=True)
+        ):
+            return None
+        return cls(requests, dataclasses.replace(truth, started=[]))
+
+    def follows(self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether this is the same batch one token later. Requests that were retracted and came back are not."""
+        return (
+            lengths == self._next_lengths
+            and rows == self._rows
+            and requests == self._requests
+            and [request.retraction_count for request in requests] == self._retractions
+        )
+
+    def advance(self) -> Truth:
+        """The truth one token later."""
+        truth, ahead = self.truth, self._ahead
+        try:
+            tokens = [
+                request.output_ids[index + ahead]
+                for request, index in zip(self._requests, self._generated, strict=True)
+            ]
+        except IndexError:
+            # Let the general way find out which request it is.
+            tokens = [
+                _token_at(request, length - 1)
+                for request, length in zip(self._requests, self._next_lengths, strict=True)
+            ]
+        words = np.array(tokens, dtype=np.int64)
+        words &= TOKEN_MASK
+        words |= truth.lengths << POSITION_SHIFT
+        truth.chains += mix_array_(words.view(np.uint64), self._scratch)
+        truth.lengths += 1
+        self._ahead = ahead + 1
+        self._next_lengths = [length + 1 for length in self._next_lengths]
+        return truth
+
+
 class TruthTable:
     """One true prefix hash per request row, moved forward token by token."""
 
     def __init__(self, row_count: int, fingerprint: Sequence[tuple[str, str]]) -> None:
-        self._fingerprint = tuple(fingerprint)
-        self._anchors_by_key: dict[str | None, int] = {}
+        self.identities = Identities(fingerprint)
         self._owners: list[weakref.ref[Request] | None] = [None] * row_count
         self._retractions = [0] * row_count  # a request that was retracted may come back to its row, and starts again
         self._lengths = np.zeros(row_count, dtype=np.int64)
         self._chains = np.zeros(row_count, dtype=np.uint64)
         self._anchors = np.zeros(row_count, dtype=np.uint64)
+        self._anchor_of: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
+        self._cohort: Cohort | None = None
 
     def anchor_of(self, request: Request) -> int:
-        """The chain before the first token of ``request``, unsigned."""
-        key = request.extra_key
-        anchor = self._anchors_by_key.get(key)
-        if anchor is None:
-            anchor = make_anchor((*self._fingerprint, ("extra_key", key or "")))
-            # Clients choose keys: remember short ones only, and forget rather than grow.
-            if len(self._anchors_by_key) >= MAX_REMEMBERED_KEYS:
-                self._anchors_by_key.clear()
-            if key is None or len(key) <= MAX_KEY_LENGTH:
-                self._anchors_by_key[key] = anchor
-        return anchor
+        """The chain before the first token of ``request``, unsigned: as it started, or as it would start now."""
+        started = self._anchor_of.get(request)
+        return self.identities.anchor_of(request) if started is None else started
 
-    def advance(
-        self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], list[int]]:
-        """Bring each row to the hash of its first ``lengths[i]`` tokens.
+    def is_running(self, request: Request) -> bool:
+        """Whether ``request`` has started."""
+        return request in self._anchor_of
 
-        Returns:
-            anchors, chains (uint64 (bs,)) and the indices of requests seen on their row for the first time.
-        """
+    def advance(self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int]) -> Truth:
+        """Bring each row to the hash of its first ``lengths[i]`` tokens."""
+        cohort = self._cohort
+        if cohort is not None:
+            if cohort.follows(requests, rows, lengths):
+                return cohort.advance()
+            self._chains[cohort.truth.rows] = cohort.truth.chains
+            self._lengths[cohort.truth.rows] = cohort.truth.lengths
+            self._cohort = None
+        truth = self._advance_each(requests, rows, lengths)
+        self._cohort = Cohort.form(requests, truth)
+        return truth
+
+    def _advance_each(self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int]) -> Truth:
         started = []
         next_rows, next_tokens = [], []
         owners, retractions, have_of = self._owners, self._retractions, self._lengths.item
@@ -125,14 +196,14 @@ class TruthTable:
                 next_tokens.append(_token_at(request, have))
             elif length > have:
                 self._extend(request, row, have, length)
-        chosen = np.array(rows)
+        chosen = np.array(rows, dtype=np.int64)
         if next_rows:
             moved = chosen if len(next_rows) == len(rows) else np.array(next_rows)
             positions = self._lengths[moved]
             words = np.array(next_tokens) & TOKEN_MASK | positions << POSITION_SHIFT
             self._chains[moved] += mix_array_(words.view(np.uint64), np.empty(len(moved), dtype=np.uint64))
             self._lengths[moved] = positions + 1
-        return self._anchors[chosen], self._chains[chosen], started
+        return Truth(chosen, self._lengths[chosen], self._anchors[chosen], self._chains[chosen], started)
 
     def _extend(self, request: Request, row: int, have: int, length: int) -> None:
         if length > POSITION_MASK:
@@ -144,7 +215,7 @@ class TruthTable:
         self._lengths[row] = length
 
     def _restart(self, request: Request, row: int) -> None:
-        anchor = self.anchor_of(request)
+        anchor = self._anchor_of[request] = self.identities.anchor_of(request)
         self._owners[row] = weakref.ref(request)
         self._retractions[row] = request.retraction_count
         self._lengths[row] = 0

@@ -18,6 +18,7 @@ CHECK_OF_KIND = {
     r.Kind.END_POINT: "chain",
     r.Kind.WRITE_RANGE: "chain",
     r.Kind.CONTENT: "content",
+    r.Kind.NOT_STORED: "presence",
 }
 
 
@@ -53,15 +54,21 @@ class Violation:
     layer: int | None = None
     half: str | None = None
     writer: Writer | None = None
+    differs: tuple[tuple[str, str, str], ...] = ()  # tag, expected and found value of each identity field that differs
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two violations the same damage: one report each, then counted."""
         damage = (self.check, self.pool, self.rank, self.slot)
-        if self.kind in ("row_range", "slot_range", "write_range"):
+        if self.kind in ("row_range", "slot_range", "write_range", "unmapped"):
             return (*damage, self.request)  # there is no slot: it is the row of that request which is damaged
         if self.check == "chain":
             return (*damage, self.kind, self.position, self.writer)
+        if self.check == "identity":
+            return (self.check, self.kind, self.pool, self.rank, self.request, self.differs)
+        if self.check == "presence":
+            # A layer that is not stored is one fault, however many tokens it concerns.
+            return (self.check, self.pool, self.rank, self.layer, self.half, self.request)
         return (*damage, self.writer)
 
     @property
@@ -86,12 +93,18 @@ class Violation:
 EXPLANATIONS = {
     "row_range": "the batch names a request row that does not exist",
     "slot_range": "the row names a slot outside the pool",
+    "unmapped": "the position lies within the window, but its window slot is gone",
     "dead_slot": "the row names a slot that holds no live token (never written, or freed since)",
     "position": "the slot holds a token of another position",
     "link": "the slot holds another token, or a token of another prefix",
     "link_behind": "the slot is intact, but the slots before it hold another prefix",
     "end_point": "the slots hold a prefix that is consistent in itself but belongs to another request",
     "write_range": "the forward stores to a slot outside the pool",
+    "other_identity": "the slots hold this prefix, but it was made for something else",
+    "mixed_weights": "the weights were updated while the request was running: its KV is of several versions",
+    "not_stored": "the forward left this row as it was: nothing was stored for this token",
+    "partly_stored": "the forward stored only a part of this row",
+    "state": "the state of the request is not what its last forward left",
     "content": "the bytes of the slot are not the ones that were written",
 }
 

@@ -2,17 +2,21 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
 from kvcanary_plugin import activate as activation
-from kvcanary_plugin.config import OPTIONS, Config, read_config
-from kvcanary_plugin.doctor import list_patches
+from kvcanary_plugin.config import MODES, OPTIONS, Config, read_config
 from kvcanary_plugin.errors import SeamError, UncoveredError
 from kvcanary_plugin.pool_patcher import patch as patch_module
+from kvcanary_plugin.pool_patcher.seams import SourceTree
 from kvcanary_plugin.runtime.session import Session
 from kvcanary_plugin.versions import installed_sglang
 from tests.engine import Engine
@@ -38,9 +42,15 @@ def parse(tmp_path):
     return run
 
 
+def installed_patches(*modes):
+    version = installed_sglang()
+    listed = [(when, patch) for when, patch in activation.list_patches() if patch.applies_to(version)]
+    return [patch for when, patch in listed if not modes or when in modes]
+
+
 def held_by_targets():
     held = {}
-    for _, patch in list_patches():
+    for patch in installed_patches():
         owner = getattr(importlib.import_module(patch.module), patch.owner)
         held[owner] = dict(vars(owner))
     return held
@@ -64,14 +74,14 @@ def test_off_wraps_the_argument_parser_and_nothing_else():
     assert changed(before) == set()
 
 
-def test_on_wraps_every_declared_seam_and_leaves_no_trace_when_undone(monkeypatch):
-    monkeypatch.setenv("KVCANARY", "log")
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_on_wraps_every_declared_seam_and_leaves_no_trace_when_undone(monkeypatch, mode):
+    monkeypatch.setenv("KVCANARY", mode)
     before = held_by_targets()
     activation.activate()
     activation.activate()  # harmless the second time
 
-    version = installed_sglang()
-    expected = {f"{p.owner}.{p.attribute}" for _, p in list_patches() if p.applies_to(version)}
+    expected = {f"{patch.owner}.{patch.attribute}" for patch in installed_patches("every mode", "unless off", mode)}
     assert changed(before) == expected
     activation.deactivate()
     assert changed(before) == set()
@@ -201,6 +211,72 @@ def test_sglang_too_old_is_named(monkeypatch):
         installed_sglang()
 
 
+@pytest.fixture
+def pretend_version(monkeypatch):
+    """SGLang says that it is another release; everything else says the truth."""
+    true_version = importlib.metadata.version
+
+    def pretend(version):
+        monkeypatch.setattr(
+            "importlib.metadata.version", lambda name: version if name == "sglang" else true_version(name)
+        )
+
+    activation.check_release.cache_clear()
+    yield pretend
+    activation.check_release.cache_clear()
+
+
+def test_an_unknown_release_warns_and_starts_if_its_seams_hold(parse, pretend_version, monkeypatch, caplog, capsys):
+    pretend_version(f"{installed_sglang()}.post9")
+    monkeypatch.setenv("KVCANARY", "log")
+    parse()
+
+    said = caplog.text + capsys.readouterr().err
+    assert ".post9 is not among the releases kvcanary was checked against" in said
+    assert activation.engine_patches is not None
+    assert activation.engine_patches.is_installed
+
+
+def test_an_unknown_release_whose_seams_have_moved_does_not_start(parse, pretend_version, monkeypatch, capsys):
+    pretend_version("99.0")  # nobody knows what it moves; this checks that it is looked at, and by flag alone
+    parse()
+    root = type("Empty", (), {"installed": classmethod(lambda cls: SourceTree(Path(os.devnull).parent))})
+    monkeypatch.setattr("kvcanary_plugin.pool_patcher.seams.SourceTree", root)
+    with pytest.raises(SystemExit) as stop:
+        parse("--kvcanary=log")
+
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "kvcanary: SGLang 99.0 does not look as kvcanary expects" in error
+    assert "model_runner:ModelRunner.forward is missing: no such module" in error
+
+
+def test_a_known_release_costs_no_look_at_the_sources(monkeypatch):
+    activation.check_release.cache_clear()
+    monkeypatch.setattr("kvcanary_plugin.pool_patcher.seams.SourceTree.installed", lambda: 1 / 0)
+    activation.check_release(installed_sglang())
+
+
+def test_a_process_without_a_scheduler_is_not_made_to_import_one():
+    """Since 0.5.22 detokenizers and controllers load plugins too."""
+    program = """
+import sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+heavy = ("managers.scheduler", "managers.schedule_batch", "model_executor.model_runner")
+assert not [name for name in heavy if f"sglang.srt.{name}" in sys.modules], "imported for nothing"
+from kvcanary_plugin import activate
+assert activate.parser_patches.is_installed and activate.engine_patches is None
+import sglang.srt.managers.scheduler
+assert activate.engine_patches.is_installed
+"""
+    environment = {**os.environ, "KVCANARY": "log", "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_scheduler_refuses_to_serve_without_the_guard_that_was_asked_for():
     with pytest.raises(UncoveredError, match="no guard is attached"):
         Session(Config(mode="log")).confirm(object())
@@ -215,14 +291,10 @@ class Runner:
 
 
 def test_uncovered_pool_is_refused_by_name():
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
     engine = Engine()
-    import torch
-
-    pool = MLATokenToKVPool(64, 1, torch.bfloat16, 32, 16, 2, "cpu", False)
+    pool = type("HomegrownPool", (), {})()
     session = Session(Config(mode="log"))
-    with pytest.raises(UncoveredError, match=r"KV pool MLATokenToKVPool is not covered \(covered: MHATokenToKVPool\)"):
+    with pytest.raises(UncoveredError, match=r"KV pool HomegrownPool .*covered"):
         session.attach(Runner(pool, engine.allocator, engine.rows), [], rank=0)
 
 

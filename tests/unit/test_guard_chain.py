@@ -85,6 +85,20 @@ def test_same_tokens_under_another_namespace_are_found():
     engine.decode(mine, theirs)
 
     (violation,) = engine.violations
+    assert (violation.check, violation.kind, violation.position) == ("identity", "other_identity", 0)
+    assert violation.differs == (("extra_key", "tenant-a", "tenant-b"),)
+
+
+def test_without_the_identity_check_it_is_a_chain_that_ends_elsewhere():
+    engine = Engine(checks=("chain",))
+    tokens = list(range(20))
+    mine = engine.request(tokens=tokens, extra_key="tenant-a")
+    theirs = engine.request(tokens=tokens, extra_key="tenant-b")
+    engine.prefill(mine, theirs)
+    engine.rows.req_to_token[mine.req_pool_idx, :20] = engine.slots_of(theirs).int()
+    engine.decode(mine, theirs)
+
+    (violation,) = engine.violations
     assert (violation.kind, violation.position) == ("end_point", 0)
     assert violation.stored_token == violation.expected_token
 

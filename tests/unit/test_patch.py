@@ -1,6 +1,8 @@
 import inspect
 
 import pytest
+import wrapt
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvcanary_plugin.errors import SeamError
 from kvcanary_plugin.pool_patcher.patch import Patch, PatchSet, resolve
@@ -85,6 +87,65 @@ def test_uninstall_restores_exactly_what_the_class_held():
         assert all(vars(owner)[name] is value for name, value in held.items())
     Target().method(1)
     assert CALLS == []
+
+
+def test_two_patches_of_one_attribute_both_run_and_come_off_again():
+    before = dict(vars(Target))
+    patches = PatchSet((patch("method", ("self", "a")), patch("method", ("self",))))
+    patches.install("1.0")
+    Target().method(1)
+    assert len(CALLS) == 2
+    patches.uninstall()
+
+    assert dict(vars(Target)) == before
+
+
+def test_hooks_of_other_plugins_on_the_same_targets_keep_ours():
+    """SGLang's own registry takes static and class methods apart and wraps what it finds within."""
+    patches = PatchSet(EVERY_KIND)
+    patches.install("1.0")
+    held = dict(vars(Target))
+    seen = []
+
+    def hook(result, *args, **kwargs):
+        seen.append(args)
+
+    try:
+        for name in ("method", "static", "make"):
+            HookRegistry.register(f"{__name__}.Target.{name}", hook, HookType.AFTER)
+        HookRegistry.apply_hooks()
+        target = Target()
+        assert target.method(1) == (1, 2)
+        assert Target.static(3) == 3
+        assert Target.make(4) == ("Target", 4)
+        assert [name for name, _, _ in CALLS] == ["method", "static", "make"]
+        assert [args for _, args, _ in CALLS] == [(1,), (3,), (4,)]
+        assert seen == [(target, 1), (3,), (Target, 4)]
+    finally:
+        HookRegistry.reset()
+        for name in ("method", "static", "make"):
+            setattr(Target, name, held[name])
+        patches.uninstall()
+
+
+def test_a_wrapper_of_wrapt_that_is_already_there_is_kept():
+    def outer(wrapped, instance, args, kwargs):
+        return ("outer", wrapped(*args, **kwargs))
+
+    held = dict(vars(Target))
+    for name in ("method", "static", "make"):
+        wrapt.wrap_function_wrapper(Target, name, outer)
+    patches = PatchSet(EVERY_KIND)
+    patches.install("1.0")
+    try:
+        assert Target().method(1) == ("outer", (1, 2))
+        assert Target.static(3) == ("outer", 3)
+        assert Target.make(4) == ("outer", ("Target", 4))
+        assert len(CALLS) == 3
+    finally:
+        patches.uninstall()
+        for name in ("method", "static", "make"):
+            setattr(Target, name, held[name])
 
 
 def test_installing_twice_wraps_once():

@@ -71,7 +71,9 @@ def test_block_ends_with_a_summary_for_grep():
 
 @pytest.mark.parametrize("kind", EXPLANATIONS)
 def test_every_kind_has_a_line_and_a_block(kind):
-    violation = dataclasses.replace(CHAIN, kind=kind, check="content" if kind == "content" else "chain")
+    checks = {"content": "content", "not_stored": "presence", "partly_stored": "presence"}
+    differs = (("weights", "2", "1"),) if kind in ("other_identity", "mixed_weights") else ()
+    violation = dataclasses.replace(CHAIN, kind=kind, check=checks.get(kind, "chain"), differs=differs)
 
     assert kind in render_line(violation)
     assert EXPLANATIONS[kind] in render_block(violation)

@@ -59,3 +59,33 @@ def test_a_pool_smaller_than_the_budget_allows_is_folded_whole_and_said_once(cap
 
     assert scrubber.period_forwards == 1
     assert caplog.text.count("content pass folds") == 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("kvcanary_plugin.runtime.scrubber.time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("slots", [3, 255, 256, 257, 1000, 10_007])
+def test_the_oldest_unverified_age_is_never_understated(clock, slots):
+    """Against a record of when each slot was folded."""
+    scrubber = Scrubber(1, slots + 1, budget=0.005, seconds_a_slot=1e-6)
+    folded = [clock[0]] * (slots + 1)
+    for _ in range(3 * scrubber.period_forwards):
+        clock[0] += 1.0
+        start, count = scrubber.next_range()
+        folded[start : start + count] = [clock[0]] * count
+        clock[0] += 0.5
+        true = clock[0] - min(folded[1:])
+        known = scrubber.oldest_age_seconds()
+        assert true <= known <= true + 1.5 * (scrubber.period_forwards / min(slots, 256) + 2)
+
+
+def test_where_there_is_time_more_is_folded_and_nothing_is_left_out():
+    scrubber = Scrubber(1, 10001, budget=0.005, seconds_a_slot=1e-6)
+    ranges = [scrubber.next_range(0.003) for _ in range(4)]
+    assert ranges == [(1, 3000), (3001, 3000), (6001, 3000), (9001, 1000)]
+    assert scrubber.passes == 1
+    assert scrubber.next_range() == (1, scrubber.slots_a_forward)

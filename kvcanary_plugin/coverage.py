@@ -1,0 +1,93 @@
+"""``docs/coverage.md``: which KV pools of which SGLang releases are covered, written from the adapters' catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .pool_patcher.adapters.allocators import COVERED_ALLOCATORS
+from .pool_patcher.adapters.catalogue import CATALOGUE, Entry
+from .pool_patcher.spaces import FOLLOWED
+
+_HEAD = """# Coverage
+
+Written by `scripts/coverage`; a test keeps it current.
+
+A pool is known by its buffers, not by its class: a subclass with the same buffers is covered, and a pool that has a
+buffer which no adapter reads is refused by the name of that buffer. What is not covered stops the server at its start,
+unless `--kvcanary-allow-uncovered` is given.
+
+A *space* is one numbering of slots. Every pool has a main one, whose slots `req_to_token` names; others hold a part of
+what belongs to a slot (those within a sliding window, say), or the state of a request. Of every layer, a slot's bytes
+are read whole, scales included; where K or V of a slot lies in pieces, as in the HND layout, all pieces are read.
+
+*Tested* names the releases whose real pools are built small and on a CPU by `tests/pools`, which flips each byte and
+wants exactly its slot, layer and half reported, stores through the pool's own setters and wants nothing else to
+change, and flips the bytes that pad pages and wants silence. Where a setter is a kernel for a GPU, its plain twin in
+SGLang, or the pool's own move or reader, says which bytes are a slot's. That every class of every release is listed
+here is tested against the published wheels.
+"""
+
+
+def render_coverage() -> str:
+    """The page as Markdown."""
+    covered = [entry for entry in CATALOGUE if not entry.refused and not entry.part_of]
+    parts = [entry for entry in CATALOGUE if not entry.refused and entry.part_of]
+    refused = [entry for entry in CATALOGUE if entry.refused]
+    sections = [
+        _HEAD,
+        "## Covered\n",
+        _table(("pool", "SGLang", "read of every layer", "tested", "not covered of it"), map(_row_of_covered, covered)),
+        f"\n{_say_followed()}\n",
+        "\n## Covered as a part of another pool\n",
+        _table(
+            ("pool", "SGLang", "part of", "not covered of it"),
+            ((_code(e.pool), _releases(e), ", ".join(map(_code, e.part_of)), e.limits or "-") for e in parts),
+        ),
+        "\n## Refused\n",
+        _table(("pool", "SGLang", "why"), ((_code(e.pool), _releases(e), e.refused) for e in refused)),
+        "\nPools of other devices (NPU and platforms outside SGLang's tree) are covered where their buffers are those "
+        "of a pool above, and refused otherwise.\n",
+        "\n## Allocators\n",
+        f"Followed: {', '.join(map(_code, COVERED_ALLOCATORS))}, their subclasses that inherit `free` and `clear`, and "
+        "allocators that consist of them, such as `SWATokenToKVPoolAllocator`. An allocator with more slots than its "
+        "pool is refused: somewhere on the way slots are translated.\n",
+    ]
+    return "\n".join(sections)
+
+
+def _row_of_covered(entry: Entry) -> tuple[str, ...]:
+    spaces = "; ".join(f"{space}: {', '.join(halves)}" for space, halves in entry.halves)
+    return _code(entry.pool), _releases(entry), spaces or "nothing", entry.tested, entry.limits or "-"
+
+
+def _say_followed() -> str:
+    missing = [
+        words
+        for need, words in (
+            ("mapping", "a space with a numbering of its own"),
+            ("ratio", "a slot that stands for several positions"),
+            ("window", "a main space whose slots are freed while their request runs"),
+            ("state", "a state of the request"),
+        )
+        if need not in FOLLOWED
+    ]
+    if not missing:
+        return "The guard follows all of these spaces."
+    return f"Described but not followed by the guard yet, and therefore refused at the start: {', '.join(missing)}."
+
+
+def _releases(entry: Entry) -> str:
+    return f"{entry.since} to {entry.until}" if entry.until else f"from {entry.since}"
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
+
+
+def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [" | ".join(headings), " | ".join("---" for _ in headings), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(render_coverage(), end="")

@@ -1,0 +1,151 @@
+"""What a raw row of the ownership check means: who holds the slot, who else laid hands on it, and what led there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..kernels import ledger as g
+from ..kernels import record as r
+from .ledger import Ledger
+from .step import Step
+from .tenancy import Event, Trail
+
+MAX_TOLD = 32
+_BY_DELTA = {g.Op.ALLOC: "alloc", g.Op.FREE: "free", g.Op.INSERT: "insert"}
+_WRITES = (r.Kind.DOUBLE_ALLOC, r.Kind.WRITE_NOT_OWNED, r.Kind.WRITE_TWICE)
+_DONE = {
+    g.Op.ALLOC: "given out",
+    g.Op.FREE: "freed",
+    g.Op.INSERT: "inserted into the radix tree",
+    g.Op.QUARANTINE: "quarantined",
+    g.Op.HOLD: "held for a transfer",
+    g.Op.LAND: "let go by a transfer",
+    g.Op.TRIM: "freed for the sliding window",
+    g.Op.UNTRIM: "given back to the sliding window",
+}
+
+EXPLANATIONS = {
+    "double_alloc": "the allocator gave out a slot that another request or the radix tree holds",
+    "double_free": "a free slot was freed once more, so the allocator will give it out twice",
+    "free_in_use": "a slot was freed that the row of a running request names",
+    "free_in_tree": "a slot was freed that the radix tree holds, and not by the radix tree",
+    "free_in_flight": "a slot was freed that a transfer uses",
+    "insert_not_owned": "the radix tree took a slot that is free, another request's, or in the tree already",
+    "write_not_owned": "the forward is to store to a slot that its request does not own",
+    "write_twice": "the forward is to store two tokens to one slot",
+    "foreign_slot": "the row names a slot that another request owns",
+    "freed_slot": "the row names a slot that was freed, or never given out",
+    "quarantined_slot": "the row names a slot that was taken out of circulation",
+    "trimmed_slot": "the row names a slot within the sliding window whose window part was freed",
+    "delta_range": "the allocator or the radix tree handled a slot outside the pool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One violation of ownership, explained. None means not applicable or not known."""
+
+    kind: str
+    phase: str  # alloc, free, insert: what was called ahead of the forward; write, read: what the forward is to do
+    step: int
+    slot: int
+    page: int | None
+    position: int | None
+    request: str | None  # who reads or stores, or for whom it was called
+    request_row: int | None
+    state: str  # of the slot, as it was found
+    owner: str | None  # who holds the slot, or held it last
+    owner_row: int | None
+    owner_since: int | None
+    neighbours: str
+    evidence: tuple[str, ...]
+    writer_stamp: int
+
+    @property
+    def explanation(self) -> str:
+        """One sentence."""
+        return EXPLANATIONS[self.kind]
+
+
+def explain_rows(ledger: Ledger, step: Step, rows: Sequence[Sequence[int]], page_size: int) -> list[Finding]:
+    """Findings of ``step`` from the raw rows of this check, without those that only follow from another.
+
+    Waits for the device, and runs only when something is wrong. Of a flood, the first are told with evidence.
+    """
+    taken = {row[r.ROW_SLOT] for row in rows if row[r.ROW_KIND] == r.Kind.DOUBLE_ALLOC and row[r.ROW_REQUEST] >= 0}
+    freed = {row[r.ROW_SLOT] for row in rows if row[r.ROW_KIND] == r.Kind.FREE_IN_USE}
+    telling = [
+        row
+        for row in rows
+        # An allocation is named with its taker, if a forward stores to the slot; a free with its victim.
+        if not (row[r.ROW_KIND] == r.Kind.DOUBLE_ALLOC and row[r.ROW_REQUEST] < 0 and row[r.ROW_SLOT] in taken)
+        and not (row[r.ROW_KIND] == r.Kind.FREED_SLOT and row[r.ROW_SLOT] in freed)
+    ]
+    trail = ledger.history.look_back() if telling else None
+    return [
+        _explain(ledger, step, row, page_size, trail if count < MAX_TOLD else None) for count, row in enumerate(telling)
+    ]
+
+
+def _explain(ledger: Ledger, step: Step, row: Sequence[int], page_size: int, trail: Trail | None) -> Finding:
+    kind, slot, index = r.Kind(row[r.ROW_KIND]), row[r.ROW_SLOT], row[r.ROW_REQUEST]
+    word, actor = row[g.ROW_WORD], row[g.ROW_ACTOR]
+    owner, caller = ledger.tenants.find(word), ledger.tenants.find(actor)
+    is_inside, forward = 0 <= slot < ledger.words.numel(), index >= 0
+    phase = _BY_DELTA[g.Op(row[g.ROW_OP])] if not forward else "write" if kind in _WRITES else "read"
+    evidence, neighbours = [], ""
+    if is_inside and trail is not None:
+        evidence = [_tell(ledger, event) for event in trail.find(slot, page_size, step.number)]
+        neighbours = ledger.strip_of(slot)
+        if not forward:
+            evidence += _tell_taker(ledger, slot, word)
+        if _is_tail(ledger, slot, word, actor, page_size):
+            evidence.append("the slot lies behind the end of the request in its last page")
+    if not forward and caller is None:
+        evidence.append("called by the radix tree" if actor == g.TREE else "called for no request")
+    return Finding(
+        kind=kind.name.lower(),
+        phase=phase,
+        step=step.number,
+        slot=slot,
+        page=slot // page_size if page_size > 1 else None,
+        position=row[r.ROW_POSITION] if forward else None,
+        request=step.requests[index].rid if forward else caller.request if caller else None,
+        request_row=step.rows[index] if forward else caller.row if caller else None,
+        state=_name_state(word) if is_inside else "outside",
+        owner=owner.request if owner else None,
+        owner_row=owner.row if owner else None,
+        owner_since=owner.step if owner else None,
+        neighbours=neighbours,
+        evidence=tuple(evidence),
+        writer_stamp=row[r.ROW_WRITER],
+    )
+
+
+def _name_state(word: int) -> str:
+    flags = (("in_flight", g.IN_FLIGHT), ("contested", g.CONTESTED), ("trimmed", g.TRIMMED))
+    return "+".join([g.state_of(word).name.lower(), *(name for name, flag in flags if word & flag)])
+
+
+def _tell(ledger: Ledger, event: Event) -> str:
+    tenant = ledger.tenants.find(event.actor)
+    by = f" for {tenant.request} row {tenant.row}" if tenant else " by the radix tree" if event.actor == g.TREE else ""
+    return f"{_DONE[event.op]}{by} ahead of step {event.step}"
+
+
+def _tell_taker(ledger: Ledger, slot: int, word: int) -> list[str]:
+    """Who has the slot by now, if not the owner that ``word`` names."""
+    now = int(ledger.words[slot])
+    taker = ledger.tenants.find(now)
+    if taker is None or g.state_of(now) is g.State.FREE or now & g.OWNER_MASK == word & g.OWNER_MASK:
+        return []
+    return [f"by now {taker.request} row {taker.row} has it"]
+
+
+def _is_tail(ledger: Ledger, slot: int, word: int, actor: int, page_size: int) -> bool:
+    """Whether it is a free slot of a page that belongs to whoever reads or stores."""
+    if page_size == 1 or g.state_of(word) is not g.State.FREE:
+        return False
+    head = int(ledger.words[slot - slot % page_size])
+    return g.state_of(head) is g.State.OWNED and head & g.OWNER_MASK == actor & g.OWNER_MASK != 0

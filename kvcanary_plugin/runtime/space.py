@@ -1,0 +1,195 @@
+"""One numbering of slots under guard: its shadow records, and what is launched for it around a forward."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ..config import Config
+from ..kernels.backend import Backend
+from ..kernels.violations import ViolationBuffer
+from ..pool_patcher.records import ShadowRecords
+from ..pool_patcher.spaces import GuardedPool, SlotSpace
+from .batch import Batch
+from .presence import Presence
+from .scrubber import Scrubber
+
+VIOLATIONS_A_FORWARD = 256
+# Far enough apart that the difference is not launches: what it measures is the cost of one more slot.
+_CALIBRATION_SLOTS = {True: (8, 136), False: (2048, 10240)}
+
+
+class Space:
+    """The guard's view of one :class:`SlotSpace`.
+
+    Attributes:
+        slots: what is guarded.
+        index: place among the spaces of the pool; 0 is the main one.
+        records: its shadow records.
+        violations: what was found since the last verdict.
+        ring: int64 (steps in flight, 1 + capacity, ROW_COLUMNS) in host memory, where verdicts go.
+        scrubber: its rotating pass, None where content is not checked.
+        presence: what forwards must store, None where that is not checked.
+    """
+
+    def __init__(
+        self, slots: SlotSpace, index: int, pool: GuardedPool, config: Config, backend: Backend, steps_in_flight: int
+    ) -> None:
+        device = pool.req_to_token.device
+        self._backend = backend
+        self._req_to_token = pool.req_to_token
+        self._has_chain = "chain" in config.checks
+        self.slots = slots
+        self.index = index
+        self.records = ShadowRecords(slots.slot_count, slots.page_size, device)
+        self.violations = ViolationBuffer(VIOLATIONS_A_FORWARD, device)
+        shape = (steps_in_flight, *self.violations.block.shape)
+        self.ring = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self._released: list[torch.Tensor | None] = []
+        self.scrubber: Scrubber | None = None
+        self.presence: Presence | None = None
+        if slots.table.sources:
+            if config.has_content:
+                seconds_a_slot = self._time_one_slot()
+                self.scrubber = Scrubber(slots.page_size, slots.slot_count, config.scrub_budget, seconds_a_slot)
+            if "presence" in config.checks:
+                self.presence = Presence(slots.table, device)
+
+    def release(self, slots: torch.Tensor | None) -> None:
+        """Slots were given back to the allocator, None for all. In effect before the next forward, in stream order."""
+        if slots is None:
+            self._released[:] = [None]
+        elif slots.numel():
+            self._released.append(slots.to(torch.int64, copy=True))  # often a view of a row that is about to change
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether everything is about to be released."""
+        return None in self._released
+
+    def apply_releases(self) -> None:
+        """Enqueue what was given back."""
+        for slots in self._released:
+            if slots is None:
+                self.records.release_all()
+                continue
+            self.records.release(slots)
+            if slots.device.type != "cpu":
+                slots.record_stream(torch.get_device_module(slots.device).current_stream())
+        self._released.clear()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes kept beside the pool."""
+        return self.records.resident_bytes + self.slots.table.resident_bytes
+
+    def find_slots(self, batch: Batch) -> None:
+        """Look up where the forward stores here, while the table says so."""
+        if self.slots.mapping is not None:
+            self._backend.map_slots(slots=batch.slots, mapping=self.slots.mapping, out=batch.slots_of(self.index))
+
+    def verify(self, batch: Batch, total: int) -> None:
+        """Check every slot the forward will read; ``total`` positions at most."""
+        if not self._has_chain or not total:
+            return
+        self._backend.verify_prefixes(
+            records=self.records.hot,
+            writers=self.records.writers,
+            req_to_token=self._req_to_token,
+            rows=batch.forward_rows,
+            offsets=batch.fields.verify_offsets,
+            anchors=batch.fields.anchors,
+            end_points=batch.fields.chains,
+            total=total,
+            first_slot=self.records.first_slot,
+            violations=self.violations,
+            mapping=self.slots.mapping,
+            window=self.slots.window,
+        )
+
+    def poison(self, batch: Batch) -> None:
+        """Put poison into the rows the forward is to store."""
+        if self.presence is not None:
+            self._backend.poison_slots(
+                table=self.slots.table, slots=batch.slots_of(self.index), chosen=self.presence.chosen
+            )
+
+    def record(self, batch: Batch, step: int | torch.Tensor, scrub_start: int | torch.Tensor, scrub_count: int) -> None:
+        """Make records of what the forward stored, look for poison it left, and fold the next piece of the space."""
+        if batch.slots.shape[0]:
+            self._backend.write_chain(
+                records=self.records.hot,
+                writers=self.records.writers,
+                slots=batch.slots_of(self.index),
+                tokens=batch.tokens,
+                rows=batch.fields.rows,
+                prefix_lens=batch.fields.prefix_lens,
+                offsets=batch.fields.write_offsets,
+                seeds=batch.fields.chains,
+                step=step,
+                first_slot=self.records.first_slot,
+                violations=self.violations,
+                is_partial=self.index > 0,
+            )
+        if self.scrubber is not None or self.presence is not None:
+            self._backend.seal_and_scrub(
+                records=self.records.hot,
+                writers=self.records.writers,
+                table=self.slots.table,
+                slots=batch.slots_of(self.index),
+                start=scrub_start,
+                count=scrub_count,
+                violations=self.violations,
+                expects=None if self.presence is None else self.presence.expects,
+            )
+
+    def scrub(self, start: int, count: int) -> None:
+        """Fold slots again and compare."""
+        self._backend.scrub_range(
+            records=self.records.hot,
+            writers=self.records.writers,
+            table=self.slots.table,
+            start=start,
+            count=count,
+            violations=self.violations,
+        )
+
+    def drain(self, batch: Batch) -> None:
+        """Write the verdict to the host and make room for the next."""
+        self._backend.drain(self.violations, self.ring, batch.fields.step)
+
+    def check_prefix(self, row: int, length: int, request: int) -> None:
+        """Fold the slots of a prefix now, on behalf of a request of the batch."""
+        if self.scrubber is None:
+            return
+        first = 0 if self.slots.window is None else max(0, length - self.slots.window)
+        slots = self._req_to_token[row, first:length].to(torch.int64)
+        if self.slots.mapping is not None:
+            self._backend.map_slots(slots=slots.clone(), mapping=self.slots.mapping, out=slots)
+        self._backend.check_slots(
+            records=self.records.hot,
+            writers=self.records.writers,
+            table=self.slots.table,
+            slots=slots,
+            request=request,
+            violations=self.violations,
+        )
+
+    def _time_one_slot(self) -> float:
+        """Seconds one more slot in the rotating pass costs, measured here and now."""
+        device = self.records.hot.device
+        on_host = device.type == "cpu"
+        few, many = (min(count, self.slots.slot_count) for count in _CALIBRATION_SLOTS[on_host])
+        sums = torch.empty((2, many), dtype=torch.int64, device=device)
+
+        def seconds(count: int) -> float:
+            slots = torch.arange(count, device=device)
+            start = time.perf_counter()
+            self._backend.fold_slots(self.slots.table, slots, digest=sums[0, :count], locator=sums[1, :count])
+            if not on_host:
+                torch.get_device_module(device).synchronize()
+            return time.perf_counter() - start
+
+        best = [min(seconds(count) for _ in range(8)) for count in (few, many)]
+        return max(best[1] - best[0], 1e-9) / max(many - few, 1)

@@ -1,0 +1,155 @@
+"""Server settings under which KV cannot be followed yet, and what they are called in each release."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from kvcanary_plugin.pool_patcher.patch import Field, fields_of
+
+MODULE = "sglang.srt.server_args"
+# Until then a setting is a field of ServerArgs, from then on of one of its groups.
+GROUPS_SINCE = "0.5.20"
+OVERRIDES = "sglang.srt.arg_groups.model_override_base"
+SETTLED = fields_of(OVERRIDES, None, "resolving_view")
+
+
+@dataclass(frozen=True, slots=True)
+class ModeGap:
+    """A server setting under which KV appears or lives where no forward of ours passes: refused until covered.
+
+    Attributes:
+        field: its name in SGLang's arguments.
+        group: where it is from 0.5.20 on: a module of ``sglang.srt.arg_groups.fields`` and its class.
+        setting: what the operator wrote.
+        why: one clause.
+        since: first release that has it.
+        harmless: a value other than None, False, 0 and "" that means not set.
+    """
+
+    field: str
+    group: str
+    setting: str
+    why: str
+    since: str = "0.5.11"
+    harmless: Any = None
+
+    def home(self, has_groups: bool) -> Field:
+        """The field, before and after the arguments were sorted into groups."""
+        if not has_groups:
+            return Field(MODULE, "ServerArgs", self.field)
+        module, owner = self.group.split(":")
+        return Field(f"sglang.srt.arg_groups.fields.{module}", owner, self.field)
+
+
+MODE_GAPS = (
+    ModeGap(
+        "enable_hierarchical_cache",
+        "memory:Memory",
+        "--enable-hierarchical-cache",
+        "KV comes back from host memory without a forward",
+    ),
+    ModeGap(
+        "disaggregation_mode",
+        "disagg:Disagg",
+        "--disaggregation-mode",
+        "KV arrives from another server without a forward",
+        harmless="null",
+    ),
+    ModeGap(
+        "speculative_algorithm",
+        "spec:Spec",
+        "--speculative-algorithm",
+        "draft tokens are stored out of order and rejected",
+    ),
+    ModeGap("enable_pdmux", "disagg:Disagg", "--enable-pdmux", "a batch runs in several interleaved forwards"),
+    ModeGap("dllm_algorithm", "exec_:ExecDllm", "--dllm-algorithm", "blocks are stored several times"),
+    ModeGap(
+        "pp_size", "parallel:Parallel", "--pp-size above 1", "results of a stage arrive several steps late", harmless=1
+    ),
+    ModeGap(
+        "enable_dp_attention", "parallel:Parallel", "--enable-dp-attention", "ranks run padded batches of their own"
+    ),
+    ModeGap("attn_cp_size", "parallel:Parallel", "--attn-cp-size above 1", "a prefix is spread over ranks", harmless=1),
+    ModeGap("dcp_size", "parallel:Parallel", "--dcp-size above 1", "a prefix is spread over ranks", "0.5.15", 1),
+    ModeGap(
+        "enable_kv_cache_sharding",
+        "parallel:Parallel",
+        "--enable-kv-cache-sharding",
+        "pages are spread over ranks",
+        "0.5.22",
+    ),
+    ModeGap("enable_unified_memory", "memory:Memory", "--enable-unified-memory", "KV moves between slots", "0.5.15"),
+    ModeGap("enable_hisparse", "memory:Memory", "--enable-hisparse", "KV moves to host memory"),
+    ModeGap(
+        "enable_lmcache", "memory:Memory", "--enable-lmcache", "KV comes back from another store without a forward"
+    ),
+    ModeGap(
+        "enable_flexkv",
+        "memory:Memory",
+        "--enable-flexkv",
+        "KV comes back from another store without a forward",
+        "0.5.16",
+    ),
+    ModeGap(
+        "radix_cache_backend",
+        "memory:Memory",
+        "--radix-cache-backend",
+        "the cache is another plugin's, and may bring KV back without a forward",
+        "0.5.13",
+    ),
+    ModeGap(
+        "enable_unified_cache_external_linker",
+        "memory:Memory",
+        "--enable-unified-cache-external-linker",
+        "KV comes back from another store without a forward",
+        "0.5.20",
+    ),
+    ModeGap(
+        "enable_encoder_swa_bounded_replay",
+        "exec_:ExecFeatures",
+        "--enable-encoder-swa-bounded-replay",
+        "slots of a prefix are stored again",
+        "0.5.21",
+    ),
+    ModeGap(
+        "enable_decoder_swa_bounded_replay",
+        "exec_:ExecFeatures",
+        "--enable-decoder-swa-bounded-replay",
+        "slots of a prefix are stored again",
+        "0.5.21",
+    ),
+    ModeGap("use_ray", "device:Device", "--use-ray", "plugins are not loaded in the actors"),
+    ModeGap(
+        "prefill_only_disable_kv_cache",
+        "schedule:Schedule",
+        "--prefill-only-disable-kv-cache",
+        "there is no KV to guard",
+        "0.5.12",
+    ),
+    ModeGap("enable_memory_saver", "exec_:ExecFeatures", "--enable-memory-saver", "KV is dropped and comes back empty"),
+)
+IN_TREE = ModeGap("kv_canary", "observability:Observability", "--kv-canary", "two canaries", "0.5.13", "none")
+
+
+def settle(server_args: Any) -> Any:
+    """What SGLang has made of its arguments. From 0.5.19 on it keeps that beside them."""
+    try:
+        overrides = importlib.import_module(OVERRIDES)
+    except ImportError:
+        return server_args
+    view = getattr(overrides, "resolving_view", None)
+    return server_args if view is None else view(server_args)
+
+
+def list_mode_gaps(server_args: Any) -> list[str]:
+    """Why this server's KV cannot be followed, one line per setting; empty if it can.
+
+    Works on unresolved arguments too. A setting this release does not have reads as not set.
+    """
+    return [
+        f"{gap.setting} is not covered yet ({gap.why})"
+        for gap in MODE_GAPS
+        if getattr(server_args, gap.field, None) not in (None, False, 0, "", gap.harmless)
+    ]

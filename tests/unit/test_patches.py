@@ -1,0 +1,71 @@
+"""Translations in ``patches/`` that need no server."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvcanary_plugin.patches.allocators import declare_patches, slots_of_pages
+from kvcanary_plugin.patches.fence import Fence
+from kvcanary_plugin.patches.modes import list_mode_gaps
+from kvcanary_plugin.patches.scheduler import declare_patches as declare_scheduler_patches
+
+
+def test_slots_of_pages():
+    assert slots_of_pages(torch.tensor([3, 1]), 4).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
+    assert slots_of_pages(torch.tensor([], dtype=torch.int64), 4).tolist() == []
+
+
+def test_pages_that_are_released_are_slots_that_are_released():
+    released = []
+    session = SimpleNamespace(release=lambda allocator, slots: released.append((allocator, slots.tolist())))
+    (patch,) = [patch for patch in declare_patches(session) if patch.attribute == "_release_page_ids"]
+    allocator = SimpleNamespace(page_size=2)
+    pages = (torch.tensor([1]), torch.tensor([3]))
+
+    assert patch.wrapper(lambda *args: args, allocator, pages, {}) == pages
+    assert released == [(allocator, [2, 3]), (allocator, [6, 7])]
+
+
+def test_a_fence_on_a_cpu_waits_for_nothing():
+    fence = Fence()
+    fence.is_needed = True
+    fence.wait()
+    fence.set_behind_reads(torch.device("cpu"))
+    fence.wait()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_fenced", [True, False], ids=["fenced", "control"])
+def test_the_schedulers_stream_writes_rows_only_after_the_forwards_stream_has_read_them(is_fenced):
+    fence, device = Fence(), torch.device("cuda")
+    fence.is_needed = is_fenced
+    schedule, forward = torch.cuda.Stream(), torch.cuda.Stream()
+    row, seen = torch.ones(1024, device=device), torch.empty(1024, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(schedule):
+        with torch.cuda.stream(forward):
+            torch.cuda._sleep(200_000_000)  # the forward before this one; about 0.1 s
+            seen.copy_(row)
+            fence.set_behind_reads(device)
+        fence.wait()
+        row.zero_()
+    torch.cuda.synchronize()
+
+    assert bool((seen == 1).all()) == is_fenced
+
+
+def test_beam_search_is_turned_away_only_while_a_guard_is_on():
+    session = SimpleNamespace(guard=None)
+    (patch,) = [p for p in declare_scheduler_patches(session, Fence()) if p.attribute == "validate_and_init"]
+
+    assert patch.wrapper(lambda *args: None, None, (object(), object()), {}) is None
+    session.guard = object()
+    assert "Beam search is not covered by kvcanary" in patch.wrapper(lambda *args: None, None, (object(), object()), {})
+
+
+def test_a_setting_that_a_release_does_not_have_is_not_set():
+    assert list_mode_gaps(SimpleNamespace()) == []
+    assert list_mode_gaps(SimpleNamespace(pp_size=1, disaggregation_mode="null")) == []
+    assert ["--pp-size above 1" in line for line in list_mode_gaps(SimpleNamespace(pp_size=2))] == [True]
