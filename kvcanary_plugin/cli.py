@@ -33,8 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     fsck = commands.add_parser(
         "fsck",
-        help="Check a page file of the storage tier. Exit code 0 if it is clean, 1 if damage was found, 2 if it is no page "
-        "file or in use.",
+        help="Check a page file of the storage tier. "
+        "Exit code 0 if it is clean, 1 if damage was found, 2 if it is no page file or in use.",
     )
     fsck.add_argument("file", metavar="FILE", help="the page file")
     fsck.add_argument("--deep", action="store_true", help="read every page too, not only headers and trailers")

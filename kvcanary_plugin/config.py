@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .tiers.hf3fs.options import to_extra_config
 
 MODES = ("off", "log", "raise", "quarantine")
-CHECKS = ("chain", "content", "presence", "identity")
+CHECKS = ("chain", "content", "presence", "ownership", "identity")
 BYTE_CHECKS = ("content", "presence")  # they look at the rows themselves
 CONTENT_LEVELS = ("none", "partial", "all")
 ALLOW_INJECT_VARIABLE = "KVCANARY_ALLOW_INJECT"

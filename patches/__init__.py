@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary_plugin.pool_patcher.patch import Patch
 
-from . import allocators, forward, hf3fs, idle, pools, quarantine, scheduler, server_args, weights
+from . import allocators, forward, hf3fs, idle, moves, ownership, pools, quarantine, scheduler, server_args, weights
 from .fence import Fence
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ def declare_engine_patches(session: Session) -> list[Patch]:
         *pools.declare_patches(session),
         *(quarantine.declare_patches(session) if session.config.mode == "quarantine" else ()),
         *allocators.declare_patches(session),
+        *ownership.declare_patches(session),
         *forward.declare_patches(session, fence),
         *scheduler.declare_patches(session, fence),
         *hf3fs.declare_patches(session),
+        *moves.declare_patches(session),
         *weights.declare_patches(session),
         *idle.declare_patches(session),
     ]

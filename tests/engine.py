@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from kvcanary_plugin.config import Config
+from kvcanary_plugin.config import CHECKS, Config
 from kvcanary_plugin.pool_patcher.adapters import adapt_mha_pool
 from kvcanary_plugin.report.reporter import Reporter
 from kvcanary_plugin.runtime.guard import Guard
@@ -66,6 +66,8 @@ class Engine:
             self.allocator = PagedTokenToKVPoolAllocator(size, page_size, dtype, "cpu", self.pool, False)
         self.rows = ReqToTokenPool(16, CONTEXT, "cpu", False)
         self.reporter = ListReporter()
+        # Ownership has tests of its own, on the allocators' and the tree's own calls.
+        options.setdefault("checks", tuple(check for check in CHECKS if check != "ownership"))
         config = Config(mode=mode, **options)
         content = config.content if config.reads_rows else "none"
         guarded = adapt_mha_pool(self.pool, self.allocator, self.rows.req_to_token, content, model="test")
@@ -116,6 +118,8 @@ class Engine:
         """Announce, allocate, verify, store, record, settle: in the order of SGLang's loop."""
         written = [end - start for start, end in zip(starts, ends, strict=True)]
         slots = self._allocate(requests, starts, ends)
+        if self.guard.ledger is not None:
+            self.guard.ledger.note_alloc(slots)
         tokens: list[int] = []
         for request, start, end, chunk in zip(requests, starts, ends, slots.split(written), strict=True):
             tokens += (list(request.origin_input_ids) + list(request.output_ids))[start:end]
@@ -154,6 +158,9 @@ class Engine:
         self.guard.release(slots[keep:])
         self.allocator.free(slots[keep:])
         self.rows.free_slots.append(request.req_pool_idx)
+        if self.guard.ledger is not None:
+            self.guard.ledger.note_free(slots[keep:])
+            self.guard.ledger.note_row_free(request.req_pool_idx)
         request.req_pool_idx = None
         return slots[:keep]
 

@@ -106,6 +106,7 @@ NUMPY = dataclasses.replace(
 def load_triton() -> Backend:
     """The Triton backend. Imported on demand: a host without a GPU may have no Triton, and needs none."""
     from . import (
+        claim_triton,
         drain_triton,
         fold_triton,
         ledger_triton,
@@ -126,8 +127,8 @@ def load_triton() -> Backend:
         stage_batch=stage_triton.stage_batch,
         drain=drain_triton.drain,
         apply_delta=ledger_triton.apply_delta,
-        claim_writes=ledger_triton.claim_writes,
-        check_reads=ledger_triton.check_reads,
+        claim_writes=claim_triton.claim_writes,
+        check_reads=claim_triton.check_reads,
         scatter_req_token_ids=scatter_triton.scatter_req_token_ids,
         verify_prefixes=verify_triton.verify_prefixes,
         write_chain=write_triton.write_chain,

@@ -9,7 +9,7 @@ import triton.language as tl
 from . import ledger as g
 from . import record as r
 from .launch import block_of, jit, launch
-from .mixing_triton import IDENTITY, POSITION_MASK, POSITION_SHIFT, RECORD_WORDS, append_rows, find_owner
+from .mixing_triton import IDENTITY, POSITION_MASK, POSITION_SHIFT, RECORD_WORDS, append_rows
 from .violations import ViolationBuffer
 
 _FREE = tl.constexpr(int(g.State.FREE))
@@ -28,31 +28,24 @@ _STATE_MASK = tl.constexpr(g.STATE_MASK)
 _IN_FLIGHT = tl.constexpr(g.IN_FLIGHT)
 _CONTESTED = tl.constexpr(g.CONTESTED)
 _TRIMMED = tl.constexpr(g.TRIMMED)
-_STAMP_SHIFT = tl.constexpr(g.STAMP_SHIFT)
-_STAMP_MASK = tl.constexpr(g.STAMP_MASK)
 _ROW_SHIFT = tl.constexpr(g.ROW_SHIFT)
 _ROW_MASK = tl.constexpr((1 << g.ROW_BITS) - 1)
 _OWNER_MASK = tl.constexpr(g.OWNER_MASK)
 _UNCLAIMED = tl.constexpr(g.UNCLAIMED)
 _TREE = tl.constexpr(g.TREE)
-_NEVER = tl.constexpr(-1)  # no word is negative, so nothing is swapped where this is expected
+NEVER = tl.constexpr(-1)  # no word is negative, so nothing is swapped where this is expected
 _DOUBLE_ALLOC = tl.constexpr(int(r.Kind.DOUBLE_ALLOC))
 _DOUBLE_FREE = tl.constexpr(int(r.Kind.DOUBLE_FREE))
 _FREE_IN_USE = tl.constexpr(int(r.Kind.FREE_IN_USE))
 _FREE_IN_TREE = tl.constexpr(int(r.Kind.FREE_IN_TREE))
 _FREE_IN_FLIGHT = tl.constexpr(int(r.Kind.FREE_IN_FLIGHT))
 _INSERT_NOT_OWNED = tl.constexpr(int(r.Kind.INSERT_NOT_OWNED))
-_WRITE_NOT_OWNED = tl.constexpr(int(r.Kind.WRITE_NOT_OWNED))
-_WRITE_TWICE = tl.constexpr(int(r.Kind.WRITE_TWICE))
-_FOREIGN_SLOT = tl.constexpr(int(r.Kind.FOREIGN_SLOT))
-_FREED_SLOT = tl.constexpr(int(r.Kind.FREED_SLOT))
-_QUARANTINED_SLOT = tl.constexpr(int(r.Kind.QUARANTINED_SLOT))
-_TRIMMED_SLOT = tl.constexpr(int(r.Kind.TRIMMED_SLOT))
 _DELTA_RANGE = tl.constexpr(int(r.Kind.DELTA_RANGE))
 
 
 @triton.jit
-def _is_held(word):
+def is_held(word):
+    """Whether somebody has the slot."""
     state = word & _STATE_MASK
     return (state == _OWNED) | (state == _CACHED)
 
@@ -79,7 +72,7 @@ def _apply_delta(
 
     if OP == _OP_ALLOC:
         free = inside & (state == _FREE) & ((old & _IN_FLIGHT) == 0)
-        got = tl.atomic_cas(word_ptr, tl.where(free, old, _NEVER), tl.full((BLOCK,), _UNCLAIMED, tl.int64))
+        got = tl.atomic_cas(word_ptr, tl.where(free, old, NEVER), tl.full((BLOCK,), _UNCLAIMED, tl.int64))
         given = free & (got == old)
         lost = inside & ~given
         tl.atomic_or(word_ptr, tl.full((BLOCK,), _CONTESTED, tl.int64), mask=lost)
@@ -87,8 +80,8 @@ def _apply_delta(
         kind = tl.where(lost, _DOUBLE_ALLOC, kind)
         kind = tl.where(outside, _DELTA_RANGE, kind)
     elif OP == _OP_FREE:
-        held = inside & _is_held(old)
-        got = tl.atomic_cas(word_ptr, tl.where(held, old, _NEVER), owner)
+        held = inside & is_held(old)
+        got = tl.atomic_cas(word_ptr, tl.where(held, old, NEVER), owner)
         done = held & (got == old)
         flies = (old & _IN_FLIGHT) != 0
         row = (owner >> _ROW_SHIFT) & _ROW_MASK
@@ -108,7 +101,7 @@ def _apply_delta(
     elif OP == _OP_INSERT:
         moves = inside & ((state == _FREE) | (state == _OWNED))
         taken = (old & ~_STATE_MASK) | _CACHED
-        got = tl.atomic_cas(word_ptr, tl.where(moves, old, _NEVER), taken)
+        got = tl.atomic_cas(word_ptr, tl.where(moves, old, NEVER), taken)
         lost = moves & (got != old)
         by = who & _OWNER_MASK
         sound = moves & ~lost & (state == _OWNED) & ((owner == 0) | (owner == by) | (by == 0))
@@ -122,7 +115,7 @@ def _apply_delta(
     elif OP == _OP_LAND:
         tl.store(word_ptr, old & ~_IN_FLIGHT, mask=inside)
     elif OP == _OP_TRIM:
-        tl.store(word_ptr, old | _TRIMMED, mask=inside & _is_held(old))
+        tl.store(word_ptr, old | _TRIMMED, mask=inside & is_held(old))
     elif OP == _OP_UNTRIM:
         tl.store(word_ptr, old & ~_TRIMMED, mask=inside)
     else:
@@ -130,7 +123,7 @@ def _apply_delta(
         for k in range(page_size):
             near = inside & (head + k < slot_count)
             rest = tl.load(words_ptr + head + k, mask=near, other=0)
-            tl.store(words_ptr + head + k, rest & _OWNER_MASK, mask=near & _is_held(rest))
+            tl.store(words_ptr + head + k, rest & _OWNER_MASK, mask=near & is_held(rest))
 
     bad = kind != 0
     if tl.max(bad.to(tl.int32), 0) > 0:
@@ -139,88 +132,6 @@ def _apply_delta(
             violations_ptr, violation_count_ptr, violation_capacity, bad, kind, -1, -1, slot, 0,
             tl.where(in_pool, found, 0), who, OP, 0, 0,
             tl.load(writers_ptr + slot, mask=in_pool, other=0),
-        )  # fmt: skip
-
-
-@jit
-def _claim_writes(
-    words_ptr, seats_ptr, writers_ptr, slots_ptr, rows_ptr, owners_ptr, prefix_lens_ptr, offsets_ptr, violations_ptr,
-    violation_count_ptr, n: tl.int64, bs: tl.int64, slot_count: tl.int64, row_count: tl.int64, first_slot: tl.int64,
-    step_ptr, step: tl.int64, violation_capacity: tl.int64,
-    STEP_LOADED: tl.constexpr, BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
-):  # fmt: skip
-    request, row, begin, end, first = find_owner(
-        offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS
-    )
-    begin = tl.maximum(begin, 0)
-    t = first + tl.arange(0, BLOCK)
-    listed = (t >= begin) & (t < tl.minimum(end, n))
-    owner = tl.load(owners_ptr + request)
-    position = t - begin + tl.load(prefix_lens_ptr + request)
-    if STEP_LOADED:
-        step = tl.load(step_ptr)
-    if (first == begin) & (end > begin) & (row > 0) & (row < row_count):
-        tl.store(seats_ptr + row, owner)
-
-    slot = tl.load(slots_ptr + t, mask=listed, other=0)
-    inside = listed & (slot >= first_slot) & (slot < slot_count)
-    stamp = (step << _STAMP_SHIFT) & _STAMP_MASK
-    wanted = tl.zeros((BLOCK,), tl.int64) + (owner | stamp | _OWNED)
-    word_ptr = words_ptr + tl.where(inside, slot, 0)
-    got = tl.atomic_cas(word_ptr, tl.where(inside, _UNCLAIMED, _NEVER).to(tl.int64), wanted)
-    contested = inside & _is_held(got) & ((got & _CONTESTED) != 0)
-    if tl.max((inside & (got != _UNCLAIMED)).to(tl.int32), 0) > 0:
-        again = tl.atomic_cas(word_ptr, tl.where(contested, got, _NEVER), wanted)
-        found = tl.where(contested, again, got)
-        won = contested & (again == got)
-        is_owned = ((found & _STATE_MASK) == _OWNED) & ~won
-        just_now = is_owned & ((found & _STAMP_MASK) == stamp) & ((found & _OWNER_MASK) != 0)
-        mine = is_owned & ((found & _OWNER_MASK) == owner)
-        kind = tl.where(won, _DOUBLE_ALLOC, tl.where(just_now, _WRITE_TWICE, _WRITE_NOT_OWNED))
-        append_rows(
-            violations_ptr, violation_count_ptr, violation_capacity,
-            inside & (got != _UNCLAIMED) & ~(mine & ~just_now),
-            kind, request, position, slot, 0, found, owner, 0, 0, 0, tl.load(writers_ptr + slot, mask=inside, other=0),
-        )  # fmt: skip
-    outside = listed & ~inside
-    if tl.max(outside.to(tl.int32), 0) > 0:
-        append_rows(
-            violations_ptr, violation_count_ptr, violation_capacity, outside,
-            _WRITE_NOT_OWNED, request, position, slot, 0, 0, owner, 0, 0, 0, 0,
-        )  # fmt: skip
-
-
-@jit
-def _check_reads(
-    words_ptr, writers_ptr, req_to_token_ptr, rows_ptr, owners_ptr, offsets_ptr, violations_ptr, violation_count_ptr,
-    bs: tl.int64, slot_count: tl.int64, first_slot: tl.int64, row_count: tl.int64, context: tl.int64,
-    row_stride: tl.int64, window: tl.int64, may_share: tl.int64, violation_capacity: tl.int64,
-    BLOCK: tl.constexpr, REQUESTS: tl.constexpr,
-):  # fmt: skip
-    request, row, begin, end, first = find_owner(
-        offsets_ptr, rows_ptr, bs, tl.program_id(0).to(tl.int64), BLOCK, REQUESTS
-    )
-    owner = tl.load(owners_ptr + request)
-    length = end - begin
-    position = first - begin + tl.arange(0, BLOCK)
-    listed = (position < tl.minimum(length, context)) & (row >= 1) & (row < row_count)
-    slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=listed, other=-1).to(tl.int64)
-    inside = listed & (slot >= first_slot) & (slot < slot_count)
-    found = tl.load(words_ptr + slot, mask=inside, other=_UNCLAIMED)
-    state = found & _STATE_MASK
-    whose = found & _OWNER_MASK
-    mine = whose == owner
-    foreign = (state == _OWNED) & (whose != 0) & ~mine & (may_share == 0)
-    trimmed = ((found & _TRIMMED) != 0) & (position >= length - window) & (window > 0)
-    quarantined = (state == _QUARANTINED) & ~mine
-    bad = inside & (foreign | trimmed | quarantined | (state == _FREE))
-    if tl.max(bad.to(tl.int32), 0) > 0:
-        kind = tl.where(foreign, _FOREIGN_SLOT, _TRIMMED_SLOT)
-        kind = tl.where(quarantined, _QUARANTINED_SLOT, kind)
-        kind = tl.where(state == _FREE, _FREED_SLOT, kind)
-        append_rows(
-            violations_ptr, violation_count_ptr, violation_capacity, bad, kind, request, position, slot, 0, found,
-            owner, 0, 0, 0, tl.load(writers_ptr + slot, mask=bad, other=0),
         )  # fmt: skip
 
 
@@ -270,107 +181,4 @@ def apply_delta(
         (int(op), block),
         device=words.device,
         warps=max(1, min(4, block // 64)),
-    )
-
-
-def claim_writes(
-    *,
-    words: torch.Tensor,
-    seats: torch.Tensor,
-    writers: torch.Tensor,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    owners: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    offsets: torch.Tensor,
-    step: int | torch.Tensor,
-    first_slot: int,
-    violations: ViolationBuffer,
-    block: int | None = None,
-) -> None:
-    """See :func:`ledger_reference.claim_writes`.
-
-    ``step`` may be an int64 tensor (1,) on the device, and tokens past the offsets are padding, so that a captured
-    launch serves every step.
-    """
-    n, bs = slots.shape[0], rows.shape[0]
-    if bs == 0:
-        return
-    if block is None:
-        block = 32 if n <= bs else 256
-    launch(
-        _claim_writes,
-        n // block + bs,
-        (
-            words,
-            seats,
-            writers,
-            slots,
-            rows,
-            owners,
-            prefix_lens,
-            offsets,
-            violations.rows,
-            violations.count,
-            n,
-            bs,
-            words.shape[0],
-            seats.shape[0],
-            first_slot,
-            offsets if isinstance(step, int) else step,
-            step if isinstance(step, int) else 0,
-            violations.capacity,
-        ),
-        (not isinstance(step, int), block, block_of(bs, 16, 256)),
-        device=words.device,
-        warps=1 if n <= bs else 4,
-    )
-
-
-def check_reads(
-    *,
-    words: torch.Tensor,
-    writers: torch.Tensor,
-    req_to_token: torch.Tensor,
-    rows: torch.Tensor,
-    owners: torch.Tensor,
-    offsets: torch.Tensor,
-    total: int,
-    window: int,
-    may_share: bool,
-    first_slot: int,
-    violations: ViolationBuffer,
-    block: int | None = None,
-    warps: int = 2,
-) -> None:
-    """See :func:`ledger_reference.check_reads`. ``total`` may be an upper bound."""
-    if total == 0:
-        return
-    bs = rows.shape[0]
-    if block is None:
-        block = 256
-    launch(
-        _check_reads,
-        total // block + bs,
-        (
-            words,
-            writers,
-            req_to_token,
-            rows,
-            owners,
-            offsets,
-            violations.rows,
-            violations.count,
-            bs,
-            words.shape[0],
-            first_slot,
-            *req_to_token.shape,
-            req_to_token.stride(0),
-            window,
-            int(may_share),
-            violations.capacity,
-        ),
-        (block, block_of(bs, 16, 256)),
-        device=words.device,
-        warps=warps,
     )

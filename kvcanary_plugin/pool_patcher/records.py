@@ -50,6 +50,28 @@ class ShadowRecords:
         identity = self.hot[:, r.IDENTITY]
         identity.index_copy_(0, slots, identity[slots] & ~r.LIVE_BIT)
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the records of ``source`` to ``target``, int64 (n,) both, in stream order; ids outside are ignored."""
+        inside = self._are_inside(target) & self._are_inside(source)
+        self.restore(torch.where(inside, target, -1), self.copy(torch.where(inside, source, 0)))
+
+    def copy(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Records (n, RECORD_WORDS) and writers (n,) of ``slots``; of ids outside the pool those of the padding."""
+        slots = torch.where(self._are_inside(slots), slots, 0)
+        return self.hot.index_select(0, slots), self.writers.index_select(0, slots)
+
+    def restore(self, slots: torch.Tensor, records: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Put records that :meth:`copy` returned into ``slots``, int64 (n,); ids outside the pool are ignored."""
+        hot, writers = records
+        slots = torch.where(self._are_inside(slots), slots, 0)
+        self.hot.index_copy_(0, slots, hot.to(self.hot.device))
+        self.writers.index_copy_(0, slots, writers.to(self.writers.device))
+        self.hot[0] = 0  # padding, to which all that was ignored went
+        self.writers[0] = 0
+
+    def _are_inside(self, slots: torch.Tensor) -> torch.Tensor:
+        return (slots >= 0) & (slots < self.slot_count)
+
     def release_all(self) -> None:
         """Mark every slot as not live, in stream order."""
         self.hot[:, r.IDENTITY].bitwise_and_(~r.LIVE_BIT)

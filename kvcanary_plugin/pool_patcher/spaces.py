@@ -83,6 +83,11 @@ class GuardedPool:
     states: tuple[StateSpace, ...] = ()
 
     @property
+    def shares_slots(self) -> bool:
+        """Whether several tables name slots of one allocator, so that nobody can say who owns one."""
+        return self.main.window is not None
+
+    @property
     def table(self) -> SourceTable:
         """Byte sources of the main space."""
         return self.main.table

@@ -8,6 +8,15 @@ import re
 from ..runtime.violation import Violation
 
 RULE = "=" * 78
+_BY_PHASE = {
+    "read": "read by",
+    "start": "matched by",
+    "scrub": "found by",
+    "write": "written by",
+    "alloc": "allocated for",
+    "free": "freed for",
+    "insert": "inserted for",
+}
 MAX_ID_LENGTH = 80
 
 
@@ -32,7 +41,9 @@ def render_place(violation: Violation) -> str:
 
 def render_reader(violation: Violation) -> str:
     """Who found it, doing what."""
-    by = {"read": "read by", "start": "matched by", "scrub": "found by", "write": "written by"}[violation.phase]
+    by = _BY_PHASE[violation.phase]
+    if violation.request is None and violation.phase in ("alloc", "free", "insert"):
+        return f"{by} nobody known ahead of step {violation.step}"
     if violation.request is None:
         return f"{by} the rotating pass after step {violation.step}"
     return f"{by} request {quote(violation.request)} row {violation.request_row} in step {violation.step}"
@@ -48,6 +59,9 @@ def render_writer(violation: Violation) -> str:
 
 def render_expected_found(violation: Violation) -> tuple[str, str]:
     """The two sides that differ."""
+    if violation.check == "ownership":
+        holder = "nobody" if violation.owner is None else f"request {quote(violation.owner)} row {violation.owner_row}"
+        return "a slot of its own", f"a slot that is {violation.state}, of {holder}"
     if violation.kind == "other_identity":
         return (
             ", ".join(f"{tag} {quote(expected)}" for tag, expected, _ in violation.differs),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kernels.record import HEADER_WORDS, Header
@@ -30,6 +31,7 @@ class Fields:
     prefix_lens: torch.Tensor
     anchors: torch.Tensor
     chains: torch.Tensor
+    owners: torch.Tensor
     verify_offsets: torch.Tensor
     write_offsets: torch.Tensor
 
@@ -46,13 +48,13 @@ class Fields:
 
 def words_of(batch_size: int) -> int:
     """Words the fields of a batch take, header included."""
-    return HEADER_WORDS + 6 * batch_size + 2
+    return HEADER_WORDS + 7 * batch_size + 2
 
 
 def split_fields(buffer: torch.Tensor, batch_size: int) -> Fields:
     """The fields of a batch within a flat int64 buffer of at least ``words_of(batch_size)``."""
     block = buffer[: words_of(batch_size)]
-    return Fields(block, *torch.split(block, [HEADER_WORDS] + [batch_size] * 4 + [batch_size + 1] * 2))
+    return Fields(block, *torch.split(block, [HEADER_WORDS] + [batch_size] * 5 + [batch_size + 1] * 2))
 
 
 class HostFields:
@@ -68,14 +70,22 @@ class HostFields:
     def __init__(self, block: torch.Tensor) -> None:
         self.block = block
         words = block.numpy()
-        room = (len(words) - HEADER_WORDS - 2) // 6
+        room = (len(words) - HEADER_WORDS - 2) // 7
         self.header = words[:HEADER_WORDS]
-        self._numbers = words[HEADER_WORDS : HEADER_WORDS + 4 * room].reshape(4, room)
-        self._offsets = words[HEADER_WORDS + 4 * room :].reshape(2, room + 1)
+        self._numbers = words[HEADER_WORDS : HEADER_WORDS + 5 * room].reshape(5, room)
+        self._offsets = words[HEADER_WORDS + 5 * room :].reshape(2, room + 1)
         self._filled: Truth | None = None
 
-    def fill(self, step: int, truth: Truth, write_lens: Sequence[int], *, is_decode: bool) -> None:
-        """Write what the host knows of a batch."""
+    def fill(
+        self,
+        step: int,
+        truth: Truth,
+        write_lens: Sequence[int],
+        owners: npt.NDArray[np.int64] | None = None,
+        *,
+        is_decode: bool,
+    ) -> None:
+        """Write what the host knows of a batch; ``owners`` are its owner bits, int64 (bs,)."""
         n = len(truth.rows)
         self.header[Header.STEP] = step
         if not is_decode or self._filled is not truth:
@@ -83,6 +93,8 @@ class HostFields:
             self._filled = truth if is_decode else None
         self._lengths[:] = truth.lengths
         self._chains[:] = truth.chains
+        if owners is not None:
+            self._owners[:] = owners
         truth.lengths.cumsum(out=self._ends)
         if n < self._numbers.shape[1]:
             self._offsets[0, n + 1 :] = self._ends[-1] if n else 0
@@ -101,6 +113,7 @@ class HostFields:
         """What does not change while the same requests go on decoding, and the views of what does."""
         self._lengths = self._numbers[1, :n]
         self._chains = self._numbers[3, :n].view(np.uint64)
+        self._owners = self._numbers[4, :n]
         self._ends = self._offsets[0, 1 : n + 1]
         self._numbers[0, :n] = truth.rows
         self._numbers[2, :n] = truth.anchors.view(np.int64)

@@ -14,6 +14,7 @@ from ..kernels.mixing import POSITION_SHIFT, as_int64, mix
 from ..kernels.poison_reference import FIRST, LAST
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import SlotSpace, StateSpace
+from .ownership import Finding
 from .step import Step
 from .truth import Request, TruthTable, tokens_between, true_chains
 from .violation import CHECK_OF_KIND, Violation, Writer, locate_source
@@ -96,6 +97,29 @@ class Diagnosis:
             named.add((index, position))
             violations.append(violation)
         return violations
+
+    def ownership(self, finding: Finding) -> Violation:
+        """A violation of ownership, which explains itself."""
+        return Violation(
+            check="ownership",
+            kind=finding.kind,
+            pool=self.pool_name,
+            rank=self._rank,
+            step=finding.step,
+            phase=finding.phase,
+            slot=finding.slot,
+            page=finding.page,
+            position=finding.position,
+            request=finding.request,
+            request_row=finding.request_row,
+            writer=self._history.writer_of(finding.writer_stamp),
+            state=finding.state,
+            owner=finding.owner,
+            owner_row=finding.owner_row,
+            owner_since=finding.owner_since,
+            neighbours=finding.neighbours,
+            evidence=finding.evidence,
+        )
 
     def mixed(self, step: Step, request: Request, row: int, version: str) -> Violation:
         """A running request whose weights were updated under it."""

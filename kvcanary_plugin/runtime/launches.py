@@ -14,6 +14,7 @@ import torch
 from ..kernels.backend import Backend
 from ..kernels.captured import CapturedLaunches
 from .batch import Batch, BatchBuffers, HostFields
+from .ledger import Ledger
 from .space import Space
 
 MAX_CAPTURED_REQUESTS = 512
@@ -27,13 +28,18 @@ Scrubs = tuple[tuple[int, int], ...]  # first slot and number of slots of the ro
 class Launches:
     """The kernels of one guard, launched one by one."""
 
-    def __init__(self, backend: Backend, spaces: Sequence[Space]) -> None:
+    def __init__(
+        self, backend: Backend, spaces: Sequence[Space], ledger: Ledger | None = None, *, rows_tell: bool = True
+    ) -> None:
+        """``rows_tell``: every entry of the rows is looked at, so that on a CPU the ledger need not always do it."""
         self._backend = backend
         self._spaces = spaces
+        self._ledger = ledger
+        self._rows_tell = rows_tell
 
-    def prepare(self, batch: Batch, host: HostFields, inputs: Inputs, total: int) -> None:
+    def prepare(self, batch: Batch, host: HostFields, inputs: Inputs, total: int, step: int | torch.Tensor) -> None:
         """Before the forward: take what the host knows and what the forward may change, verify what it will read,
-        ``total`` positions at most, and poison what it is to store.
+        ``total`` positions at most, check who owns it, and poison what the forward is to store.
         """
         input_ids, out_cache_loc, req_pool_indices = inputs
         self._backend.stage_batch(
@@ -49,6 +55,17 @@ class Launches:
         for space in self._spaces:
             space.find_slots(batch)
             space.verify(batch, total)
+        if self._ledger is not None:
+            found = self._spaces[0].violations
+            self._ledger.check(
+                batch=batch,
+                step=step,
+                owners=batch.fields.owners,
+                total=total,
+                violations=found,
+                rows_are_sound=self._rows_tell and found.count.device.type == "cpu" and not int(found.count),
+            )
+        for space in self._spaces:
             space.poison(batch)
 
     def conclude(self, batch: Batch, step: int | torch.Tensor, starts: Sequence[Any], counts: Sequence[int]) -> None:
@@ -87,7 +104,7 @@ class CapturedDecode:
         kinds = inputs[0].dtype, inputs[1].dtype, inputs[2].dtype
         self._run(
             ("prepare", id(batch), id(host), room, *kinds),
-            lambda: self._launches.prepare(batch, host, inputs, room),
+            lambda: self._launches.prepare(batch, host, inputs, room, batch.fields.step),
         )
 
     def conclude(self, batch: Batch, counts: Sequence[int]) -> None:

@@ -69,7 +69,7 @@ class Ledger:
         self.words = torch.zeros(records.slot_count, dtype=torch.int64, device=device)
         self.seats = torch.zeros(req_to_token.shape[0], dtype=torch.int64, device=device)
         self.tenants = Tenants(req_to_token.shape[0])
-        self.history = EventHistory(max(1024, records.slot_count // _SLOTS_PER_REMEMBERED))
+        self.history = EventHistory(max(64, records.slot_count // _SLOTS_PER_REMEMBERED))
         self.may_share = True
         self._allocator = allocator
         self._req_to_token = req_to_token
@@ -87,7 +87,7 @@ class Ledger:
     @property
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool, the history at its fullest included."""
-        remembered = max(1024, self.words.numel() // _SLOTS_PER_REMEMBERED)
+        remembered = max(64, self.words.numel() // _SLOTS_PER_REMEMBERED)
         return (self.words.numel() + self.seats.numel() + remembered) * 8
 
     def follows(self, subject: object) -> bool:

@@ -10,6 +10,7 @@ from ..kernels import record as r
 from .ledger import Ledger
 from .step import Step
 from .tenancy import Event, Trail
+from .violation import EXPLANATIONS
 
 MAX_TOLD = 32
 _BY_DELTA = {g.Op.ALLOC: "alloc", g.Op.FREE: "free", g.Op.INSERT: "insert"}
@@ -23,22 +24,6 @@ _DONE = {
     g.Op.LAND: "let go by a transfer",
     g.Op.TRIM: "freed for the sliding window",
     g.Op.UNTRIM: "given back to the sliding window",
-}
-
-EXPLANATIONS = {
-    "double_alloc": "the allocator gave out a slot that another request or the radix tree holds",
-    "double_free": "a free slot was freed once more, so the allocator will give it out twice",
-    "free_in_use": "a slot was freed that the row of a running request names",
-    "free_in_tree": "a slot was freed that the radix tree holds, and not by the radix tree",
-    "free_in_flight": "a slot was freed that a transfer uses",
-    "insert_not_owned": "the radix tree took a slot that is free, another request's, or in the tree already",
-    "write_not_owned": "the forward is to store to a slot that its request does not own",
-    "write_twice": "the forward is to store two tokens to one slot",
-    "foreign_slot": "the row names a slot that another request owns",
-    "freed_slot": "the row names a slot that was freed, or never given out",
-    "quarantined_slot": "the row names a slot that was taken out of circulation",
-    "trimmed_slot": "the row names a slot within the sliding window whose window part was freed",
-    "delta_range": "the allocator or the radix tree handled a slot outside the pool",
 }
 
 

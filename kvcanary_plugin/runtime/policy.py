@@ -77,8 +77,8 @@ class Quarantine:
     ) -> None:
         pool = guard.pool
         self.allocator = pool.allocator
-        self.truth = guard._truth
-        self.taints = Taints(guard._truth)
+        self.truth = guard.truth
+        self.taints = Taints(guard.truth)
         self.withheld = Withheld(pool.page_size, pool.slot_count, pool.req_to_token.device)
         self._guard = guard
         self._pool = pool

@@ -21,6 +21,7 @@ from ..report.jsonl import EventLog
 from ..report.reporter import Reporter
 from .consensus import Consensus
 from .guard import Guard
+from .ledger import Ledger
 from .policy import Levers, Quarantine
 from .truth import Request
 
@@ -157,6 +158,25 @@ class Session:
     def release(self, allocator: object, slots: torch.Tensor | None) -> None:
         """Slots went back to ``allocator``; None means all of them."""
         self._call(lambda guard: guard.release(slots, allocator))
+
+    def move(self, kv_cache: object, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See :meth:`Guard.move`."""
+        self._call(lambda guard: guard.move(kv_cache, target, source))
+
+    def note_copied(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
+        """See :meth:`Guard.note_copied`."""
+        self._call(lambda guard: guard.note_copied(allocator, slots, copy))
+
+    def note_loaded(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
+        """See :meth:`Guard.note_loaded`."""
+        self._call(lambda guard: guard.note_loaded(allocator, slots, copy))
+
+    def note_ownership(self, subject: object, action: Callable[[Ledger], None]) -> None:
+        """``subject``, an allocator or a table of request rows, did something that a ledger has to know."""
+        guard = self.guard
+        ledger = None if guard is None else guard.ledger
+        if ledger is not None and ledger.follows(subject):
+            self._call(lambda _: action(ledger))
 
     def idle(self) -> None:
         """See :meth:`Guard.idle`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -46,7 +47,7 @@ class Space:
         self.violations = ViolationBuffer(VIOLATIONS_A_FORWARD, device)
         shape = (steps_in_flight, *self.violations.block.shape)
         self.ring = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
-        self._released: list[torch.Tensor | None] = []
+        self._changes: list[Callable[[], None]] = []
         self.scrubber: Scrubber | None = None
         self.presence: Presence | None = None
         if slots.table.sources:
@@ -59,25 +60,60 @@ class Space:
     def release(self, slots: torch.Tensor | None) -> None:
         """Slots were given back to the allocator, None for all. In effect before the next forward, in stream order."""
         if slots is None:
-            self._released[:] = [None]
+            self._changes[:] = [self.records.release_all]
         elif slots.numel():
-            self._released.append(slots.to(torch.int64, copy=True))  # often a view of a row that is about to change
+            kept = self._keep(slots)  # often a view of a row that is about to change
+            self._changes.append(lambda: self.records.release(self._in_stream(kept)))
+
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The pool copied the rows of ``source`` to ``target``, main slots (n,) both. In effect like a release."""
+        to, of = self._keep(self.find(target)), self._keep(self.find(source))
+        self._changes.append(lambda: self.records.move(self._in_stream(to), self._in_stream(of)))
+
+    def copy_records(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Records and writers of main slots (n,) as they are now, for a copy of their rows that leaves the pool."""
+        return self.records.copy(self.find(slots))
+
+    def restore(self, slots: torch.Tensor, records: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Rows came back into main slots (n,) with these records: they are taken over, and the rows compared."""
+        place = self._keep(self.find(slots))
+
+        def restore() -> None:
+            self.records.restore(self._in_stream(place), records)
+            self.check_slots(place, -1)
+
+        self._changes.append(restore)
+
+    def find(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots here, int64 (n,), of main slots (n,); -1 where there is none."""
+        slots = slots.to(torch.int64)
+        if self.slots.mapping is None:
+            return slots
+        found = torch.empty_like(slots)
+        self._backend.map_slots(slots=slots.contiguous(), mapping=self.slots.mapping, out=found)
+        return found
 
     @property
     def is_flushed(self) -> bool:
         """Whether everything is about to be released."""
-        return None in self._released
+        return self.records.release_all in self._changes
 
-    def apply_releases(self) -> None:
-        """Enqueue what was given back."""
-        for slots in self._released:
-            if slots is None:
-                self.records.release_all()
-                continue
-            self.records.release(slots)
-            if slots.device.type != "cpu":
-                slots.record_stream(torch.get_device_module(slots.device).current_stream())
-        self._released.clear()
+    def apply_changes(self) -> None:
+        """Enqueue what was released, moved and restored, in that order of events."""
+        for change in self._changes:
+            change()
+        self._changes.clear()
+
+    @staticmethod
+    def _keep(slots: torch.Tensor) -> torch.Tensor:
+        return slots.to(torch.int64, copy=True)
+
+    @staticmethod
+    def _in_stream(slots: torch.Tensor) -> torch.Tensor:
+        """``slots`` were made on the scheduler's stream and are now used on the current one."""
+        if slots.device.type != "cpu":
+            slots.record_stream(torch.get_device_module(slots.device).current_stream())
+        return slots
 
     @property
     def resident_bytes(self) -> int:
@@ -164,9 +200,12 @@ class Space:
         if self.scrubber is None:
             return
         first = 0 if self.slots.window is None else max(0, length - self.slots.window)
-        slots = self._req_to_token[row, first:length].to(torch.int64)
-        if self.slots.mapping is not None:
-            self._backend.map_slots(slots=slots.clone(), mapping=self.slots.mapping, out=slots)
+        self.check_slots(self.find(self._req_to_token[row, first:length]), request)
+
+    def check_slots(self, slots: torch.Tensor, request: int) -> None:
+        """Fold slots of this space (int64 (n,)) now, on behalf of a request of the batch, -1 for none."""
+        if self.scrubber is None:
+            return
         self._backend.check_slots(
             records=self.records.hot,
             writers=self.records.writers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ..kernels import record as r
 from ..kernels.mixing import as_int64
@@ -40,7 +40,9 @@ class Violation:
     pool: str
     rank: int
     step: int
-    phase: str  # read: a forward was about to read it; start: prefix of a new request; scrub: rotating pass; write
+    # read: a forward was about to read it; start: prefix of a new request; scrub: rotating pass; write;
+    # alloc, free, insert: what the allocator or the radix tree was asked for ahead of the forward
+    phase: str
     slot: int
     page: int | None = None
     position: int | None = None
@@ -56,6 +58,13 @@ class Violation:
     writer: Writer | None = None
     differs: tuple[tuple[str, str, str], ...] = ()  # tag, expected and found value of each identity field that differs
 
+    state: str | None = None  # of the slot, where its ownership is in question
+    owner: str | None = None  # request that holds the slot, or held it last
+    owner_row: int | None = None
+    owner_since: int | None = None
+    neighbours: str = ""  # states of the slots around it
+    evidence: tuple[str, ...] = ()  # what led there, one clause each
+
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two violations the same damage: one report each, then counted."""
@@ -64,6 +73,8 @@ class Violation:
             return (*damage, self.request)  # there is no slot: it is the row of that request which is damaged
         if self.check == "chain":
             return (*damage, self.kind, self.position, self.writer)
+        if self.check == "ownership":
+            return (*damage, self.kind, self.request)
         if self.check == "identity":
             return (self.check, self.kind, self.pool, self.rank, self.request, self.differs)
         if self.check == "presence":
@@ -90,7 +101,20 @@ class Violation:
         return fields
 
 
-EXPLANATIONS = {
+EXPLANATIONS: Final = {
+    "double_alloc": "the allocator gave out a slot that another request or the radix tree holds",
+    "double_free": "a free slot was freed once more, so the allocator will give it out twice",
+    "free_in_use": "a slot was freed that the row of a running request names",
+    "free_in_tree": "a slot was freed that the radix tree holds, and not by the radix tree",
+    "free_in_flight": "a slot was freed that a transfer uses",
+    "insert_not_owned": "the radix tree took a slot that is free, another request's, or in the tree already",
+    "write_not_owned": "the forward is to store to a slot that its request does not own",
+    "write_twice": "the forward is to store two tokens to one slot",
+    "foreign_slot": "the row names a slot that another request owns",
+    "freed_slot": "the row names a slot that was freed, or never given out",
+    "quarantined_slot": "the row names a slot that was taken out of circulation",
+    "trimmed_slot": "the row names a slot within the sliding window whose window part was freed",
+    "delta_range": "the allocator or the radix tree handled a slot outside the pool",
     "row_range": "the batch names a request row that does not exist",
     "slot_range": "the row names a slot outside the pool",
     "unmapped": "the position lies within the window, but its window slot is gone",

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvcanary_plugin.activate import list_patches
+from kvcanary_plugin.patches.allocators import PAGED, TOKEN
 from kvcanary_plugin.pool_patcher.seams import SourceTree, check_seams
 from kvcanary_plugin.versions import CHECKED_SGLANG, TESTED_SGLANG
 from tests.compat.wheels import find_sources
 
 PATCHES = [patch for _, patch in list_patches()]
-ONE_FILE = "sglang.srt.mem_cache.allocator"
 # Ways to free a slot that end in a wrapped one, or only queue it until such a one is called.
 ENDS_IN_A_WRAPPED_ONE = {
     "free_full",
@@ -68,8 +68,9 @@ def test_no_release_is_without_a_seam_the_guard_needs(version):
 
 def test_a_slot_cannot_be_freed_in_a_way_nobody_has_looked_at(tree, version):
     """A release may add another way past those that are wrapped, which no wrapper would miss."""
-    owners = {(patch.module, patch.owner) for patch in applied(version) if patch.module.startswith(ONE_FILE)}
-    assert {owner for _, owner in owners} >= {"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"}
+    # All others consist of these two.
+    owners = {(patch.module, patch.owner) for patch in applied(version) if patch.owner in (TOKEN, PAGED)}
+    assert {owner for _, owner in owners} == {TOKEN, PAGED}
     for module, owner in owners:
         wrapped = {patch.attribute for patch in applied(version) if patch.owner == owner}
         ways = {name for name in tree.methods_of(module, owner) if re.match("_?(free|release)", name)}

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvcanary_plugin.kernels import (  # noqa: E402
+    claim_triton,
     drain_triton,
     fold_triton,
     ledger_triton,
@@ -54,8 +55,8 @@ KERNELS = {
     "delta, free": (ledger_triton._apply_delta, (2, 128)),
     "delta, insert": (ledger_triton._apply_delta, (3, 256)),
     "delta, sweep": (ledger_triton._apply_delta, (9, 32)),
-    "claim": (ledger_triton._claim_writes, (True, 32, 64)),
-    "reads": (ledger_triton._check_reads, (256, 64)),
+    "claim": (claim_triton._claim_writes, (True, 32, 64)),
+    "reads": (claim_triton._check_reads, (256, 64)),
     "scrub of bytes": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 13, 2, 3, 1, 2, 2)),
 }
 

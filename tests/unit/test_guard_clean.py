@@ -3,12 +3,13 @@
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from kvcanary_plugin.config import CHECKS
 from tests.engine import Engine
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 48])
 def test_prefill_and_decode_are_silent(page_size, length):
-    engine = Engine(page_size=page_size)
+    engine = Engine(page_size=page_size, checks=CHECKS)
     one, other = engine.request(length), engine.request(33)
     engine.prefill(one, other)
     engine.run(one, other, steps=20)
@@ -19,7 +20,7 @@ def test_prefill_and_decode_are_silent(page_size, length):
 
 
 def test_chunked_prefill_is_silent(page_size):
-    engine = Engine(page_size=page_size)
+    engine = Engine(page_size=page_size, checks=CHECKS)
     request = engine.request(70)
     for end in (32, 64, 70):
         engine.prefill(request, upto=end)
@@ -29,7 +30,7 @@ def test_chunked_prefill_is_silent(page_size):
 
 
 def test_shared_prefix_is_silent(page_size):
-    engine = Engine(page_size=page_size)
+    engine = Engine(page_size=page_size, checks=CHECKS)
     first = engine.request(40)
     engine.prefill(first)
     engine.run(first)
@@ -42,7 +43,7 @@ def test_shared_prefix_is_silent(page_size):
 
 
 def test_retraction_and_reuse_of_slots_are_silent(page_size):
-    engine = Engine(page_size=page_size, size=96)
+    engine = Engine(page_size=page_size, size=96, checks=CHECKS)
     for _ in range(6):
         request = engine.request(30)
         engine.prefill(request)
@@ -58,7 +59,7 @@ def test_retraction_and_reuse_of_slots_are_silent(page_size):
 
 
 def test_mixed_batch_is_silent(page_size):
-    engine = Engine(page_size=page_size)
+    engine = Engine(page_size=page_size, checks=CHECKS)
     running, new = engine.request(20), engine.request(25)
     engine.prefill(running)
     engine.rows.alloc([new])
@@ -70,7 +71,7 @@ def test_mixed_batch_is_silent(page_size):
 
 
 def test_flush_is_silent_and_forgets(page_size):
-    engine = Engine(page_size=page_size)
+    engine = Engine(page_size=page_size, checks=CHECKS)
     request = engine.request(20)
     engine.prefill(request)
     slots = engine.slots_of(request)
@@ -85,7 +86,7 @@ def test_flush_is_silent_and_forgets(page_size):
 
 
 def test_same_request_id_used_twice_is_silent():
-    engine = Engine()
+    engine = Engine(checks=CHECKS)
     for length in (20, 30):
         request = engine.request(length)
         request.rid = "same"
@@ -97,7 +98,7 @@ def test_same_request_id_used_twice_is_silent():
 
 
 def test_requests_of_different_namespaces_are_silent():
-    engine = Engine()
+    engine = Engine(checks=CHECKS)
     tokens = list(range(20))
     for key in (None, "tenant-a", "tenant-b"):
         request = engine.request(tokens=tokens, extra_key=key)
@@ -108,7 +109,7 @@ def test_requests_of_different_namespaces_are_silent():
 
 
 def test_a_key_that_no_encoding_takes_is_silent():
-    engine = Engine()
+    engine = Engine(checks=CHECKS)
     request = engine.request(20, extra_key="\ud800x")
     engine.prefill(request)
     engine.run(request)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvcanary_plugin.errors import CorruptionError
+from kvcanary_plugin.config import CHECKS
 from tests.engine import Engine
 
 
@@ -31,6 +32,6 @@ def test_a_burst_is_described_up_to_a_limit_and_counted_beyond():
     ("size", "layers", "heads", "head_dim"), [(4096, 4, 2, 32), (4096, 12, 12, 64), (512, 3, 2, 16)]
 )
 def test_everything_resident_stays_within_64_bytes_a_slot(size, layers, heads, head_dim):
-    engine = Engine(size=size, layers=layers, heads=heads, head_dim=head_dim)
+    engine = Engine(checks=CHECKS, size=size, layers=layers, heads=heads, head_dim=head_dim)
 
     assert engine.guard.resident_bytes / engine.guard.pool.slot_count <= 64

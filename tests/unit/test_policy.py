@@ -314,7 +314,9 @@ def test_what_another_pool_names_is_not_taken_for_a_slot_of_this_one(engine):
     request = engine.request(tokens=list(range(40)))
     engine.start(request)
     other = Violation("content", "content", "other pool", 0, 1, "scrub", int(engine.slots_of(request)[3]), position=3)
-    engine.policy.judge(engine.guard._steps[0], [other])
+    step = engine.guard._steps[0]
+    step.number, step.hidden = engine.guard.forwards, 0
+    engine.policy.judge(step, [other])
     engine.policy.act()
 
     assert not is_ended(request)
