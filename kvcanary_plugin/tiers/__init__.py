@@ -1,0 +1,1 @@
+"""What happens to KV outside the device pool: host memory and storage."""
