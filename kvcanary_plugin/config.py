@@ -106,7 +106,8 @@ OPTIONS = (
         "mode",
         _one_of(MODES),
         "Watch the KV cache. 'log' reports damaged KV and keeps serving, 'raise' stops the server at the first "
-        "violation, 'off' wraps nothing but the argument parser. Default: off.",
+        "violation, 'quarantine' ends the requests that read damaged KV and serves on without the damaged slots, "
+        "'off' wraps nothing but the argument parser. Default: off.",
         metavar="{" + ",".join(MODES) + "}",
     ),
     Option(

@@ -55,7 +55,9 @@ class Outcome:
 
     @property
     def is_found(self) -> bool:
-        """Every damaged slot was reported by the check that must report it."""
+        """Every damaged slot was reported by the check that must report it; for a store skipped, every request."""
+        if not self.injected["slots"]:
+            return {violation["request"] for violation in self.found} == set(self.injected["requests"])
         return {violation["slot"] for violation in self.found} == set(self.injected["slots"])
 
     @property
@@ -72,9 +74,9 @@ class Outcome:
         """Found in time, at the right position, and in the right layer and half where one was damaged."""
         if not self.is_found or self.forwards is None or self.forwards > self.injected["bound_forwards"]:
             return False
-        places = dict(zip(self.injected["slots"], self.injected["positions"], strict=True))
+        places = dict(zip(self.injected["slots"], self.injected["positions"], strict=False))
         return all(
-            violation["position"] == places[violation["slot"]]
+            violation["position"] == places.get(violation["slot"], violation["position"])
             and violation["layer"] == self.injected.get("layer")
             and violation["half"] == self.injected.get("half")
             for violation in self.found
@@ -82,20 +84,37 @@ class Outcome:
 
 
 def match_outcomes(events: list[dict[str, Any]]) -> tuple[list[Outcome], list[dict[str, Any]]]:
-    """Pair injected faults with the violations they caused; also returns the violations nobody caused."""
+    """Pair injected faults with the violations they caused; also returns the violations nobody caused.
+
+    What damages a row concerns several checks: where one has to report it, others may say so as well, of the same slots
+    or requests and in the same forward or the next.
+    """
     violations = [event for event in events if event["event"] == "violation"]
     outcomes = []
     for injected in (event for event in events if event["event"] == "injected"):
-        found = [
-            violation
-            for violation in violations
-            if violation["check"] == injected["check"]
-            and violation["slot"] in injected["slots"]
-            and violation["step"] >= injected["step"]
+        found = [violation for violation in violations if _is_hit(injected, violation)]
+        violations = [
+            violation for violation in violations if violation not in found and not _follows(injected, violation)
         ]
-        violations = [violation for violation in violations if violation not in found]
         outcomes.append(Outcome(injected, found))
     return outcomes, violations
+
+
+def _is_hit(injected: dict[str, Any], violation: dict[str, Any]) -> bool:
+    if violation["check"] != injected["check"] or violation["step"] < injected["step"]:
+        return False
+    if injected["slots"]:
+        return violation["slot"] in injected["slots"]
+    place = injected["layer"], injected["half"]
+    return (violation["layer"], violation["half"]) == place and violation["request"] in injected["requests"]
+
+
+def _follows(injected: dict[str, Any], violation: dict[str, Any]) -> bool:
+    if violation["check"] not in ("chain", "ownership") or injected["check"] not in ("chain", "ownership"):
+        return False
+    who = {injected.get("request"), injected.get("other")} - {None}
+    is_near = 0 <= violation["step"] - injected["step"] <= 1
+    return is_near and (violation["slot"] in injected["slots"] or violation["request"] in who)
 
 
 def run_demo(console: Console) -> int:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 CHECKS = ("chain", "content", "presence", "ownership", "identity", "order")  # by number: the order must not change
 # The bytes of the slot are wrong for whoever reads it. Elsewhere it is the row of one request that is wrong.
 _SPOILING = ("content", "presence", "ownership", "order")
-_ROW_FAULTS = ("foreign_slot", "freed_slot", "quarantined_slot", "trimmed_slot")
-# Something is wrong with the slot or with whoever handed it out. Elsewhere it is a good slot in the wrong place.
+# Something is wrong with the slot or with whoever handed it out. Elsewhere it was made for something else.
 _WITHHELD = ("chain", "content", "presence", "ownership")
+# Kinds of the above in which a row names good slots of others, often many of them.
+ROW_FAULTS = ("foreign_slot", "freed_slot", "quarantined_slot", "trimmed_slot")
 TOLERATED = ("mixed",)  # kinds that are reported, but meant
 _SPOILED, _TAINTED, _WITHHOLD, _EVERYWHERE = 1, 2, 4, 8
 
@@ -83,9 +84,9 @@ class Finder:
         if not self._records.first_slot <= slot < self._pool.slot_count:
             slot = -1
         flags, point = 0, None
-        if slot >= 0:
+        if slot >= 0 and violation.kind not in ROW_FAULTS:
             flags |= _WITHHOLD if violation.check in _WITHHELD else 0
-            flags |= _SPOILED if violation.check in _SPOILING and violation.kind not in _ROW_FAULTS else 0
+            flags |= _SPOILED if violation.check in _SPOILING else 0
         if request is not None:
             point = self._point_of(request, violation.position)
         elif slot >= 0:

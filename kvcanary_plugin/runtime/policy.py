@@ -19,7 +19,7 @@ from ..report.reporter import Reporter
 from ..report.text import quote
 from .burst import Burst
 from .consensus import Consensus
-from .finding import CHECKS, NOWHERE, TOLERATED, Finder, Finding, describe, explain
+from .finding import CHECKS, NOWHERE, ROW_FAULTS, TOLERATED, Finder, Finding, describe, explain
 from .step import Step
 from .taint import Taints
 from .violation import Violation
@@ -136,7 +136,9 @@ class Quarantine:
             if violation.kind in TOLERATED or (request is None and step.number <= self._flushed_at):
                 continue  # under overlap the last forward before a flush is judged behind it
             if request is not None:
-                self._named.setdefault(id(request), describe(violation))
+                if violation.kind in ROW_FAULTS and id(request) in self._named:
+                    continue  # its first wrong entry says it all
+                self._named[id(request)] = self._named.get(id(request)) or describe(violation)
             self._findings.add(self._finder.find(violation, request))
         if step.hidden:  # nobody knows whose those are
             for request, length in zip(step.requests, step.prefix_lens, strict=True):
@@ -220,7 +222,7 @@ class Quarantine:
         self.taints.add([finding.point for finding in fresh if finding.is_tainted])
         if self.withheld.add(finding.slot for finding in fresh if finding.is_withheld):
             self._levers.take_free(self.allocator, lambda pages: self.withheld.keep_back(pages, are_pages=True))
-        if self._burst.note(finding.slot for finding in fresh if finding.slot >= 0):
+        if self._burst.note(finding.slot for finding in fresh if finding.is_withheld):
             self._say("degraded", "damage at many places; from now on it is counted, not listed", {})
 
     def _end(self, request: Any, why: str) -> list[Any]:
@@ -243,7 +245,7 @@ class Quarantine:
     def _report(self, fresh: Sequence[Finding], ended: Sequence[Any]) -> None:
         if not self._burst.may_write():
             return
-        slots = sorted({finding.slot for finding in fresh if finding.slot >= 0})
+        slots = sorted({finding.slot for finding in fresh if finding.is_withheld})
         rids = [request.rid for request in ended]
         shown = f" ({', '.join(map(quote, rids[:4]))}{', ...' if len(rids) > 4 else ''})" if rids else ""
         words = f"{len(slots)} damaged slots, {len(rids)} requests end with an error{shown}"

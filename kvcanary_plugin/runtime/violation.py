@@ -68,11 +68,13 @@ class Violation:
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two violations the same damage: one report each, then counted."""
+        # The step and row of the writer, because its name is forgotten after a while.
+        writer = (self.writer.step, self.writer.row) if self.writer else None
         damage = (self.check, self.pool, self.rank, self.slot)
         if self.kind in ("row_range", "slot_range", "write_range", "unmapped"):
             return (*damage, self.request)  # there is no slot: it is the row of that request which is damaged
         if self.check == "chain":
-            return (*damage, self.kind, self.position, self.writer)
+            return (*damage, self.kind, self.position, writer)
         if self.check == "ownership":
             return (*damage, self.kind, self.request)
         if self.check == "identity":
@@ -80,7 +82,7 @@ class Violation:
         if self.check == "presence":
             # A layer that is not stored is one fault, however many tokens it concerns.
             return (self.check, self.pool, self.rank, self.layer, self.half, self.request)
-        return (*damage, self.writer)
+        return (*damage, writer)
 
     @property
     def title(self) -> str:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvcanary_plugin.errors import CorruptionError
 from kvcanary_plugin.config import CHECKS
+from kvcanary_plugin.errors import CorruptionError
 from tests.engine import Engine
 
 

@@ -17,7 +17,6 @@ from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.runtime.guard import Guard
 from tests.engine import CONTEXT, Engine, ListReporter
 
-
 CHECKS_HERE = tuple(check for check in CHECKS if check != "ownership")
 
 
