@@ -50,12 +50,16 @@ class DecodeLoop:
         self.guard = Guard(pool, Config(mode="log"), self._reporter)
         if not captured:
             self.guard._captured = None
+        if self.guard.ledger is not None:
+            self.guard.ledger.note_alloc(slots.flatten())  # there is no allocator here that could tell it
         tokens = torch.randint(0, 128_000, (bs, length))
         self.requests = [Request(f"r{i}", row) for i, row in enumerate(tokens.tolist())]
         self._rows = list(range(1, bs + 1))
         self._ones = [1] * bs
         self._indices = torch.arange(1, bs + 1, device=device)
         self._slots, self._length = slots, length
+        self._buffers = buffers
+        self._stored = torch.randint(-(2**62), 2**62, (bs * length, 16), device=device)
         self._sampled = torch.randint(0, 128_000, (bs,)).tolist()
         self._input_ids = torch.tensor(self._sampled, device=device)
         self.parts: dict[str, list[float]] = {}
@@ -92,6 +96,8 @@ class DecodeLoop:
         guard, result = self.guard, object()
         self._time("announce", lambda: guard.announce(self.requests, self._rows, prefix_lens, write_lens))
         self._time("before", lambda: guard.before(tokens, slots, self._indices))
+        for buffer in self._buffers:
+            buffer[slots] = self._stored[: len(slots)]
         self._time("after", guard.after)
         self._time("note the launch", lambda: guard.note_launched(result))
         torch.cuda.synchronize()  # as SGLang has waited for its result by then

@@ -75,7 +75,7 @@ class Finder:
     def __init__(self, guard: Guard) -> None:
         self._pool = guard.pool
         self._records = guard.records
-        self.truth = guard.truth
+        self._truth = guard.truth
 
     def find(self, violation: Violation, request: Request | None) -> Finding:
         """What follows from ``violation``, which names ``request`` if it names one. May wait for the device."""
@@ -105,7 +105,7 @@ class Finder:
         if position is None or position < 0 or last < 0:
             return None
         position = min(position, last)
-        return position, int(true_chains(request, self.truth.anchor_of(request), position + 1)[-1])
+        return position, int(true_chains(request, self._truth.anchor_of(request), position + 1)[-1])
 
     def _point_in(self, slot: int, stored_position: int | None) -> Point | None:
         """Where the token of ``slot`` is in its prefix, from its record; None if it is another one by now."""

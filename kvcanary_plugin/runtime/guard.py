@@ -60,10 +60,13 @@ class Guard:
         self._on_host = device.type == "cpu"
         self._history = RowHistory()
         backend = pick_backend(device)
-        self.spaces = tuple(
-            Space(slots, index, pool, config, backend, MAX_IN_FLIGHT)
-            for index, slots in enumerate((pool.main, *pool.companions))
+        main = Space(pool.main, 0, pool, config, backend, MAX_IN_FLIGHT)
+        companions = enumerate(pool.companions, 1)
+        self.spaces = (
+            main,
+            *(Space(slots, index, pool, config, backend, MAX_IN_FLIGHT, main) for index, slots in companions),
         )
+        self._scrubbers = [space.scrubber for space in self.spaces if space.scrubber is not None]
         self.states = tuple(StateWatch(state, config, backend, MAX_IN_FLIGHT) for state in pool.states)
         self.ledger: Ledger | None = None
         if "ownership" in config.checks and not pool.shares_slots:
@@ -91,10 +94,11 @@ class Guard:
         self._weights_changed = False
         self._copies = Copies(self.spaces)
         self._idle = IdlePass(backend, self.spaces, device)
-        companions = len(pool.companions)
-        self._batch = BatchBuffers(device, companions)
+        self._batch = BatchBuffers(device, len(pool.companions))
         self._launches = Launches(backend, self.spaces, self.ledger, rows_tell="chain" in config.checks)
-        self._captured = CapturedDecode(self._launches, device, companions) if CapturedDecode.serves(device) else None
+        self._captured = (
+            CapturedDecode(self._launches, device, len(pool.companions)) if CapturedDecode.serves(device) else None
+        )
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
             self.injector.check_against(pool.table, config.checks)
@@ -176,8 +180,8 @@ class Guard:
         step, self._announced = self._announced, None
         if step is None:
             return  # a dummy forward: nothing was scheduled
-        self._idle.wake()
-        if not self._on_host:
+        self._idle.is_woken = True
+        if not self._on_host and not step.is_decode:  # asking costs as much as a launch; all forwards use one stream
             self._stream = torch.get_device_module(out_cache_loc.device).current_stream()
         if self.injector is not None:
             self.injector.before_forward(self, step, self._reporter)
@@ -213,7 +217,7 @@ class Guard:
         for index in step.started:
             for space in self.spaces:
                 space.check_prefix(step.rows[index], step.prefix_lens[index], index)
-        step.is_timed = bs > 0 and self.scrubber is not None and self.scrubber.wants_timing
+        step.is_timed = bs > 0 and any(scrubber.wants_timing for scrubber in self._scrubbers)
         step.note_begin()
 
     def after(self) -> None:
@@ -272,8 +276,9 @@ class Guard:
 
     def release(self, slots: torch.Tensor | None, allocator: object = None) -> None:
         """Slots were given back to an allocator, by default that of the main space; None means all of them."""
+        given = self.pool.allocator if allocator is None else allocator
         for space in self.spaces:
-            if space.slots.allocator is allocator or (allocator is None and space.index == 0):
+            if space.allocator is given:
                 space.release(slots)
 
     def release_all(self) -> None:

@@ -22,6 +22,7 @@ class IdlePass:
 
     Attributes:
         pieces: pieces folded so far.
+        is_woken: a forward ran, so that the next idle moment begins a new pass.
     """
 
     def __init__(self, backend: Backend, spaces: Sequence[Space], device: torch.device) -> None:
@@ -31,6 +32,7 @@ class IdlePass:
         self._rings = [torch.zeros_like(space.ring[:1], pin_memory=device.type != "cpu") for space in spaces]
         self._all = spaces
         self._step = Step([ring[0] for ring in self._rings], device)
+        self.is_woken = True
         self._rest_until = 0.0
         self._begin()
         self.pieces = 0
@@ -47,8 +49,11 @@ class IdlePass:
         Returns:
             Whether anything was folded.
         """
-        now = time.monotonic()
-        if not self._spaces or now < self._rest_until:
+        if self.is_woken:
+            self.is_woken = False
+            self._rest_until = 0.0
+            self._begin()
+        if not self._spaces or time.monotonic() < self._rest_until:
             return False
         step, module = self._step, None if stream is None else torch.get_device_module(stream.device)
         step.number, step.found, step.hidden = number, [], 0
@@ -65,11 +70,6 @@ class IdlePass:
             self._begin()
         judge(step)
         return True
-
-    def wake(self) -> None:
-        """A forward ran: the next idle moment begins a new pass."""
-        self._rest_until = 0.0
-        self._begin()
 
     def _begin(self) -> None:
         self._began = time.monotonic()

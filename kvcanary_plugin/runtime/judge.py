@@ -25,6 +25,9 @@ from .violation import Violation
 logger = logging.getLogger("kvcanary")
 
 
+MAX_LISTED = 8
+
+
 class Policy(Protocol):
     """What is done about violations beyond reporting them."""
 
@@ -140,6 +143,11 @@ class Judge:
                     "right for layers that share the KV of others, a fault otherwise",
                     diagnosis.pool_name,
                     learned.tokens,
-                    ", ".join(f"layer {layer} {half}" for layer, half in learned.unstored),
+                    _list_places(learned.unstored),
                 )
             self._reporter.event("learned", {"pool": diagnosis.pool_name, **dataclasses.asdict(learned)})
+
+
+def _list_places(places: Sequence[tuple[int, str]]) -> str:
+    listed = ", ".join(f"layer {layer} {half}" for layer, half in places[:MAX_LISTED])
+    return listed if len(places) <= MAX_LISTED else f"{listed} and {len(places) - MAX_LISTED} more"

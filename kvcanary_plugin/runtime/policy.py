@@ -47,6 +47,8 @@ class Levers:
         end: end it with an error at the next result of its own; its KV is not cached, nor a token it gets from now on.
         keep_out: do not cache its KV.
         take_free: pass the allocator's free pages through a function that leaves out what must not be handed out.
+        count_free: slots on its free list; None if it is an allocator of another kind than those.
+        evict: let the prefix cache free that many slots, of prefixes that no request holds.
     """
 
     held_by: Callable[[Any], tuple[int, int] | None]
@@ -55,6 +57,8 @@ class Levers:
     end: Callable[[Any, str], None]
     keep_out: Callable[[Any], None]
     take_free: Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], None]
+    count_free: Callable[[Any], int | None]
+    evict: Callable[[Any, int], None]
 
 
 class Quarantine:
@@ -73,19 +77,22 @@ class Quarantine:
         reporter: Reporter,
         levers: Levers,
         consensus: Consensus,
+        prefix_cache: Any,
         burst: Burst | None = None,
     ) -> None:
         pool = guard.pool
         self.allocator = pool.allocator
         self.truth = guard.truth
         self.taints = Taints(guard.truth)
-        self.withheld = Withheld(pool.page_size, pool.slot_count, pool.req_to_token.device)
+        is_possible = levers.count_free(pool.allocator) is not None
+        self.withheld = Withheld(pool.page_size, pool.slot_count, pool.req_to_token.device, is_possible=is_possible)
         self._guard = guard
         self._pool = pool
         self._finder = Finder(guard)
         self._reporter = reporter
         self._levers = levers
         self._consensus = consensus
+        self._prefix_cache = prefix_cache
         self._burst = burst or Burst()
         self._live: dict[int, Any] = {}
         self._latest: list[Any] = []
@@ -182,6 +189,24 @@ class Quarantine:
     def keep_back(self, allocator: object, ids: torch.Tensor, *, are_pages: bool = False) -> torch.Tensor:
         """What of the slots or pages that are being freed may go back into circulation."""
         return self.withheld.keep_back(ids, are_pages=are_pages) if allocator is self.allocator else ids
+
+    def less_pending(self, allocator: object, available: int) -> int:
+        """Of ``available`` slots of ``allocator``, how many may be counted on: those still held make up for the rest.
+
+        So the pool is smaller from the moment of the damage, whoever holds the slots, and what SGLang plans with, free
+        plus evictable, is what it can get.
+        """
+        return available - self.withheld.pending if allocator is self.allocator else available
+
+    def make_room(self, allocator: object, slots: int) -> None:
+        """``slots`` are about to be handed out; SGLang has evicted for them, but withheld ones did not come free."""
+        while allocator is self.allocator and self.withheld.pending:
+            free = self._levers.count_free(allocator)
+            if free is None or free >= slots:
+                return
+            self._levers.evict(self._prefix_cache, slots - free)
+            if self._levers.count_free(allocator) == free:
+                return  # there is nothing left to evict
 
     def lift(self, allocator: object) -> None:
         """``allocator`` was flushed: everything circulates again, and nothing cached is left to be wary of."""

@@ -113,17 +113,18 @@ class Session:
                 "ModelRunner.alloc_memory_pool was not reached. Run 'kvcanary doctor'"
             )
 
-    def enforce(self, levers: Levers, group: Any) -> None:
+    def enforce(self, levers: Levers, group: Any, prefix_cache: Any) -> None:
         """The scheduler is ready: from now on damage has consequences.
 
         Args:
             levers: how this SGLang is acted upon.
             group: gloo group of the ranks that must act alike; None for a single one.
+            prefix_cache: SGLang's.
         """
         if self.guard is None:
             return
         consensus = Consensus(group if dist.is_available() and dist.is_initialized() else None)
-        self.policy = Quarantine(self.guard, self.reporter, levers, consensus)
+        self.policy = Quarantine(self.guard, self.reporter, levers, consensus, prefix_cache)
         self.guard.policy = self.policy
 
     def guards(self, model_runner: Any) -> bool:
@@ -181,6 +182,8 @@ class Session:
     def idle(self) -> None:
         """See :meth:`Guard.idle`."""
         self._call(lambda guard: guard.idle())
+        if self.policy is not None and self.policy.is_alone:  # ranks do not idle in step with each other
+            self._enforce(lambda policy: policy.act())
 
     def replace_weights(self, version: str) -> None:
         """See :meth:`Guard.replace_weights`."""

@@ -27,6 +27,8 @@ class Space:
     Attributes:
         slots: what is guarded.
         index: place among the spaces of the pool; 0 is the main one.
+        allocator: SGLang's object whose slots :meth:`release` takes: that of the main space where slots here live and
+            die with their main slots.
         records: its shadow records.
         violations: what was found since the last verdict.
         ring: int64 (steps in flight, 1 + capacity, ROW_COLUMNS) in host memory, where verdicts go.
@@ -35,14 +37,24 @@ class Space:
     """
 
     def __init__(
-        self, slots: SlotSpace, index: int, pool: GuardedPool, config: Config, backend: Backend, steps_in_flight: int
+        self,
+        slots: SlotSpace,
+        index: int,
+        pool: GuardedPool,
+        config: Config,
+        backend: Backend,
+        steps_in_flight: int,
+        main: Space | None = None,
     ) -> None:
+        """``main`` is the space whose slots the rows name, None for that one itself."""
         device = pool.req_to_token.device
+        self._main = self if main is None else main
         self._backend = backend
         self._req_to_token = pool.req_to_token
         self._has_chain = "chain" in config.checks
         self.slots = slots
         self.index = index
+        self.allocator = pool.allocator if slots.allocator is None else slots.allocator
         self.records = ShadowRecords(slots.slot_count, slots.page_size, device)
         self.violations = ViolationBuffer(VIOLATIONS_A_FORWARD, device)
         shape = (steps_in_flight, *self.violations.block.shape)
@@ -58,11 +70,16 @@ class Space:
                 self.presence = Presence(slots.table, device)
 
     def release(self, slots: torch.Tensor | None) -> None:
-        """Slots were given back to the allocator, None for all. In effect before the next forward, in stream order."""
+        """Slots were given back to :attr:`allocator`, None for all. In effect before the next forward, in stream order.
+
+        Slots that stand for several go when one of theirs does: pages are whole groups, and are freed as a whole.
+        """
         if slots is None:
             self._changes[:] = [self.records.release_all]
         elif slots.numel():
             kept = self._keep(slots)  # often a view of a row that is about to change
+            if self.slots.ratio > 1:
+                kept //= self.slots.ratio
             self._changes.append(lambda: self.records.release(self._in_stream(kept)))
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -86,12 +103,21 @@ class Space:
 
     def find(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots here, int64 (n,), of main slots (n,); -1 where there is none."""
-        slots = slots.to(torch.int64)
-        if self.slots.mapping is None:
+        slots = slots.to(torch.int64).contiguous()
+        if self._main is self:
             return slots
         found = torch.empty_like(slots)
-        self._backend.map_slots(slots=slots.contiguous(), mapping=self.slots.mapping, out=found)
+        self._find(slots, found)
         return found
+
+    def _find(self, slots: torch.Tensor, found: torch.Tensor) -> None:
+        if self.slots.mapping is not None:
+            self._backend.map_slots(slots=slots, mapping=self.slots.mapping, out=found)
+            return
+        of = self._main.records
+        self._backend.group_slots(
+            slots=slots, ratio=self.slots.ratio, first_slot=of.first_slot, slot_count=of.slot_count, out=found
+        )
 
     @property
     def is_flushed(self) -> bool:
@@ -122,12 +148,27 @@ class Space:
 
     def find_slots(self, batch: Batch) -> None:
         """Look up where the forward stores here, while the table says so."""
-        if self.slots.mapping is not None:
-            self._backend.map_slots(slots=batch.slots, mapping=self.slots.mapping, out=batch.slots_of(self.index))
+        if self._main is not self:
+            self._find(batch.slots, batch.slots_of(self.index))
 
     def verify(self, batch: Batch, total: int) -> None:
         """Check every slot the forward will read; ``total`` positions at most."""
         if not self._has_chain or not total:
+            return
+        if self.slots.ratio > 1:
+            self._backend.verify_groups(
+                records=self.records.hot,
+                writers=self.records.writers,
+                main=self._main.records.hot,
+                req_to_token=self._req_to_token,
+                rows=batch.forward_rows,
+                offsets=batch.fields.verify_offsets,
+                total=total,
+                ratio=self.slots.ratio,
+                first_slot=self.records.first_slot,
+                main_first_slot=self._main.records.first_slot,
+                violations=self.violations,
+            )
             return
         self._backend.verify_prefixes(
             records=self.records.hot,
@@ -200,7 +241,8 @@ class Space:
         if self.scrubber is None:
             return
         first = 0 if self.slots.window is None else max(0, length - self.slots.window)
-        self.check_slots(self.find(self._req_to_token[row, first:length]), request)
+        ratio = self.slots.ratio
+        self.check_slots(self.find(self._req_to_token[row, first + ratio - 1 : length : ratio]), request)
 
     def check_slots(self, slots: torch.Tensor, request: int) -> None:
         """Fold slots of this space (int64 (n,)) now, on behalf of a request of the batch, -1 for none."""

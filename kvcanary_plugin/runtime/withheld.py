@@ -19,11 +19,12 @@ class Withheld:
         refused: slots that were to be withheld but are not, because an eighth of the pool already is.
     """
 
-    def __init__(self, page_size: int, slot_count: int, device: torch.device) -> None:
+    def __init__(self, page_size: int, slot_count: int, device: torch.device, *, is_possible: bool = True) -> None:
+        """``is_possible``: the allocator is one whose free list is known; otherwise everything is refused."""
         self.refused = 0
         self._page_size = page_size
         self._page_count = slot_count // page_size
-        self._limit = max(1, int(self._page_count * MAX_SHARE))
+        self._limit = max(1, int(self._page_count * MAX_SHARE)) if is_possible else 0
         self._device = device
         self._pages: dict[int, None] = {}
         self._caught: set[int] = set()
@@ -37,6 +38,11 @@ class Withheld:
     def caught(self) -> int:
         """Slots that are missing from circulation by now: withheld, and held by nobody."""
         return len(self._caught) * self._page_size
+
+    @property
+    def pending(self) -> int:
+        """Slots that somebody still holds, and that will not come back when they are freed."""
+        return len(self) - self.caught
 
     def add(self, slots: Iterable[int]) -> list[int]:
         """Withhold the pages of ``slots``; padding and ids outside the pool are ignored. Returns the new pages."""

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvcanary_plugin.kernels import (  # noqa: E402
+    agree_triton,
     claim_triton,
     drain_triton,
     fold_triton,
@@ -44,7 +45,9 @@ KERNELS = {
     "write to a companion": (write_triton._write_chain, (True, False, 32, 32, 64)),
     "verify": (verify_triton._verify_prefixes, (False, 128, 64)),
     "verify a companion": (verify_triton._verify_prefixes, (True, 256, 64)),
+    "verify groups": (agree_triton._verify_groups, (128, 64, 16)),
     "map": (map_triton._map, (256,)),
+    "group": (map_triton._group, (256,)),
     "stage": (stage_triton._stage, (triton.language.int64, triton.language.int32, triton.language.int64, 1024)),
     "drain": (drain_triton._drain, (256,)),
     "poison": (poison_triton._poison, (256, 1, 16, 64)),

@@ -30,6 +30,20 @@ def test_slots_are_looked_up(triton_backend: Backend, device: torch.device, dtyp
     assert outs[0][:10].tolist() == [5, 9, 2**31 - 1, -1, -1, -1, -1, -1, -1, -1]
 
 
+@pytest.mark.parametrize("ratio", [1, 3, 4, 128])
+def test_slots_that_complete_a_group_stand_for_it(triton_backend: Backend, device: torch.device, ratio: int):
+    slots = torch.cat((torch.arange(-5, 1300), torch.tensor([2**40, 2**63 - 1, -(2**63)]))).to(device)
+    outs = []
+    for backend in (REFERENCE, triton_backend):
+        out = torch.full_like(slots, -77)
+        backend.group_slots(slots=slots, ratio=ratio, first_slot=2 * ratio, slot_count=9 * ratio, out=out)
+        outs.append(out)
+    assert torch.equal(*outs)
+    expected = [slot // ratio if slot % ratio == ratio - 1 and 2 * ratio <= slot < 9 * ratio else -1 for slot in slots]
+    assert outs[0].tolist() == [int(slot) for slot in expected]
+    triton_backend.group_slots(slots=slots[:0], ratio=ratio, first_slot=0, slot_count=9, out=outs[0][:0])
+
+
 def make(device: torch.device, window: int | None, dtype: torch.dtype = torch.int64, lengths=LENGTHS):
     """A batch whose rows name slots of a main space; its records lie elsewhere, and only those of the window exist."""
     batch = make_batch(lengths, device)

@@ -25,11 +25,6 @@ class QuarantinedEngine(Engine):
         super().__init__(mode="quarantine", **options)
         guard = self.guard
         burst = Burst(clock) if clock is not None else None
-        self.policy = Quarantine(guard, self.reporter, LEVERS, Consensus(group), burst)
-        guard.policy = self.policy
-        self.is_detached = False
-        allocator_free = self.allocator.free
-        self.allocator.free = lambda slots: allocator_free(self.policy.keep_back(self.allocator, slots))
         self.tree = RadixCache(
             CacheInitParams(
                 disable=False,
@@ -38,6 +33,10 @@ class QuarantinedEngine(Engine):
                 page_size=self.page_size,
             )
         )
+        self.policy = Quarantine(guard, self.reporter, LEVERS, Consensus(group), self.tree, burst)
+        guard.policy = self.policy
+        allocator_free = self.allocator.free
+        self.allocator.free = lambda slots: allocator_free(self.policy.keep_back(self.allocator, slots))
 
     def forward(self, requests: Any, starts: Any, ends: Any, mode: Any) -> None:
         self.policy.note_launched(requests)

@@ -4,10 +4,12 @@ from http import HTTPStatus
 
 import pytest
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvcanary_plugin.runtime.finding import Finding
 from kvcanary_plugin.runtime.violation import Violation
-from tests.unit.quarantined import QuarantinedEngine
+from kvcanary_plugin.runtime.withheld import Withheld
+from tests.unit.quarantined import LEVERS, QuarantinedEngine
 
 WITHHOLD = 4
 HIGH = 1.0  # the whole pool is looked at in a few forwards
@@ -213,8 +215,6 @@ def test_a_damaged_slot_that_is_free_already_is_taken_out_at_once(engine):
 
 
 def test_slots_of_the_tree_are_held_back_when_it_evicts_them(engine):
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     writer = engine.request(tokens=list(range(64)))
     engine.start(writer)
     slot = int(engine.slots_of(writer)[10])
@@ -350,3 +350,40 @@ def test_the_last_forward_before_a_flush_that_is_judged_behind_it_changes_nothin
 
     assert len(engine.policy.withheld) == 0
     assert engine.policy.taints.is_empty
+
+
+def test_whoever_was_promised_room_gets_it_although_withheld_slots_do_not_come_free(page_size):
+    """The cache counts slots as evictable that are not to be handed out again, and evicts only as much as is asked."""
+    engine = QuarantinedEngine(page_size=page_size, size=256, scrub_budget=HIGH)
+    for start in (0, 64, 128):
+        writer = engine.request(tokens=list(range(start, start + 64)))
+        engine.start(writer)
+        slot = int(engine.slots_of(writer)[10])
+        writer.output_ids.append(1)
+        writer.sampling_params.max_new_tokens = 1
+        engine.conclude(writer)
+        engine.flip(slot)
+    engine.settle_scrub()
+    assert (
+        engine.policy.withheld.pending == len(engine.policy.withheld) == 2 * page_size
+    )  # the rest is refused: an eighth
+    available = engine.policy.less_pending(engine.allocator, engine.allocator.available_size())
+    promised = available + engine.tree.evictable_size()
+    assert promised == 256 - 2 * page_size
+
+    engine.tree.evict(EvictParams(num_tokens=promised - engine.allocator.available_size()))
+    engine.policy.make_room(engine.allocator, promised)
+    slots = engine.allocator.alloc(promised)
+    assert slots is not None
+    assert not {int(slot) // page_size for slot in slots} & set(engine.policy.withheld._pages)
+    engine.policy.make_room(engine.allocator, 10**6)  # what cannot be had does not hang
+
+
+def test_nothing_is_withheld_from_an_allocator_that_is_not_known(engine):
+    withheld = Withheld(engine.page_size, engine.guard.pool.slot_count, torch.device("cpu"), is_possible=False)
+
+    assert withheld.add([engine.page_size * 5]) == []
+    assert len(withheld) == 0
+    assert withheld.refused == engine.page_size
+    assert LEVERS.count_free(engine.tree) is None
+    assert LEVERS.count_free(engine.allocator) == engine.allocator.available_size()
