@@ -1,6 +1,6 @@
 PY := .venv/bin/python
 
-.PHONY: help venv demo test test-compat test-releases test-kernels test-unit lint bench clean
+.PHONY: help venv demo soak test test-compat test-releases test-kernels test-unit lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -40,6 +40,9 @@ lint: venv ## Check style, format and types
 
 bench: venv ## Measure what the canary costs a decoding server
 	$(PY) benchmarks/server/decode_overhead.py $(ARGS)
+
+soak: venv ## Half an hour of clean traffic in several modes, in which nothing may be reported; ARGS="--minutes 5"
+	$(PY) benchmarks/server/soak.py $(ARGS)
 
 clean: ## Remove what was built here; the shared environment in the user's cache stays
 	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

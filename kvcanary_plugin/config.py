@@ -154,7 +154,7 @@ OPTIONS = (
         "hf3fs",
         _parse_storage,
         "Store KV pages behind the hierarchical cache in verified page files in this folder, on a 3FS mount or on any "
-        "disk; ?capacity=200GiB&client=usrbio&index=redis://... and the like may follow. Works in every mode.",
+        "disk; ?capacity=200GiB&client=usrbio&index=redis://... and the like may follow. Works with --kvcanary off as well.",
         metavar="PATH",
     ),
 )
@@ -218,6 +218,11 @@ def read_config(environment: Mapping[str, str] | None = None, flags: Mapping[str
                 "use partial or all, add the check chain, or use mode off"
             )
         config = dataclasses.replace(config, checks=left)
+    if config.is_on and "identity" in config.checks and "chain" not in config.checks:
+        raise ConfigError(
+            f"kvcanary: --kvcanary-checks {','.join(config.checks)} has identity without chain, which finds it; "
+            "add chain or leave identity out"
+        )
     if config.inject and environment.get(ALLOW_INJECT_VARIABLE) != "1":
         raise ConfigError(
             f"kvcanary: --kvcanary-inject {config.inject!r} damages live KV on purpose and is refused; "

@@ -52,12 +52,16 @@ def declare_patches(session: Session) -> list[Patch]:
         def attach(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = wrapped(*args, **kwargs)
             if not instance.is_draft_worker:
-                gaps = list_mode_gaps(settle(instance.server_args))
+                settings = settle(instance.server_args)
+                gaps = list_mode_gaps(settings)
                 if instance.model_config.is_encoder_decoder:
                     gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
                 ranks = find_ranks(instance)
                 replica = getattr(ranks, "dp_rank", None) or 0
-                session.attach(instance, gaps, rank=replica * ranks.tp_size + ranks.tp_rank)
+                # The turns of a session hand their slots on to each other without giving them back.
+                has_owners = not getattr(settings, "enable_streaming_session", False)
+                rank = replica * ranks.tp_size + ranks.tp_rank
+                session.attach(instance, gaps, rank=rank, has_owners=has_owners)
             return result
 
         return attach

@@ -1,4 +1,4 @@
-"""What mode ``quarantine`` does to SGLang: end a request, keep a prefix from being found, withhold slots.
+"""What mode ``quarantine`` does to SGLang's requests: end one, and keep others from finding its prefix.
 
 Wrapped in that mode only.
 """
@@ -10,13 +10,12 @@ from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kvcanary_plugin.errors import UncoveredError
 from kvcanary_plugin.pool_patcher.patch import Patch, fields_of
 from kvcanary_plugin.runtime.policy import Levers
 
-from .allocators import ONE_FILE, PAGED, TOKEN
+from . import circulation
+from .circulation import count_free, evict, take_free
 
 if TYPE_CHECKING:
     from kvcanary_plugin.pool_patcher.patch import Wrapper
@@ -27,8 +26,6 @@ BATCH = "sglang.srt.managers.schedule_batch"
 ERROR_TYPE = "DamagedKVError"
 # A tree that takes no notice of the extra key would go on giving out a tainted prefix.
 IGNORES_EXTRA_KEY = "RadixCacheCpp"
-CHECKED_POOL = "full"
-COUNTED = ("pool_name", "available", "evictable", "protected", "session_held", "total", "uncached")
 
 REQUEST = fields_of(
     BATCH,
@@ -65,17 +62,6 @@ def is_over(request: Any) -> bool:
     return bool(request.is_retracted or request.finished())
 
 
-def take_free(allocator: Any, filtered: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Pass the free pages of a token or paged allocator through ``filtered``; of page size 1, they are slots."""
-    for name in ("free_pages", "release_pages"):
-        pages = getattr(allocator, name, None)
-        if pages is not None and len(pages):
-            setattr(allocator, name, filtered(pages))
-    if getattr(allocator, "staged_pages", None):
-        allocator.staged_pages = [filtered(pages) for pages in allocator.staged_pages]
-        allocator.num_staged_pages = sum(len(pages) for pages in allocator.staged_pages)
-
-
 def make_levers(home: Callable[[Any], Any], middle_chunks: str) -> Levers:
     """How requests are handled in one release.
 
@@ -92,7 +78,7 @@ def make_levers(home: Callable[[Any], Any], middle_chunks: str) -> Levers:
         tokens = len(request.origin_input_ids) + len(request.output_ids)
         return bool(getattr(request, middle_chunks) > 0 or home(request).kv_committed_len < tokens)
 
-    return Levers(held_by, is_over, is_in_prefill, end, keep_out, take_free)
+    return Levers(held_by, is_over, is_in_prefill, end, keep_out, take_free, count_free, evict)
 
 
 def declare_patches(session: Session) -> list[Patch]:
@@ -106,7 +92,7 @@ def declare_patches(session: Session) -> list[Patch]:
                     f"kvcanary: --kvcanary quarantine cannot keep a prefix from being found in {IGNORES_EXTRA_KEY}; "
                     "unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE or use --kvcanary log"
                 )
-            session.enforce(levers, instance.tp_cpu_group)
+            session.enforce(levers, instance.tp_cpu_group, instance.tree_cache)
             return result
 
         return init
@@ -121,26 +107,6 @@ def declare_patches(session: Session) -> list[Patch]:
             session.admit(instance)
         return wrapped(*args, **kwargs)
 
-    def free(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        slots = args[0] if args else kwargs["free_index"]
-        return wrapped(session.policy.keep_back(instance, slots) if session.policy is not None else slots)
-
-    def release_page_ids(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if session.policy is not None:
-            args = tuple(session.policy.keep_back(instance, page_ids, are_pages=True) for page_ids in args)
-        return wrapped(*args, **kwargs)
-
-    def clear(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if session.policy is not None:
-            session.policy.lift(instance)
-        return wrapped(*args, **kwargs)
-
-    def check_pool_invariant(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(COUNTED, args, strict=False)) | kwargs
-        if session.policy is not None and given["pool_name"] == CHECKED_POOL:
-            given["total"] -= session.policy.withheld.caught  # the pool is that much smaller until a flush
-        return wrapped(**given)
-
     def declare_init(levers: Levers, since: str, until: str | None, *homes: Any) -> Patch:
         return Patch(
             SCHEDULER,
@@ -154,37 +120,6 @@ def declare_patches(session: Session) -> list[Patch]:
             reads=fields_of(SCHEDULER, "Scheduler", "tp_cpu_group", "tree_cache") + REQUEST + homes,
         )
 
-    def declare_frees(owner: str, module: str, since: str, until: str | None, free_until: str | None) -> list[Patch]:
-        free_patch = Patch(
-            module,
-            owner,
-            "free",
-            free,
-            ("self", "free_index"),
-            "keeps damaged slots out of circulation",
-            since,
-            free_until,
-            reads=fields_of(module, owner, "free_pages", "release_pages"),
-        )
-        return [
-            free_patch,
-            Patch(module, owner, "clear", clear, ("self",), "lets them circulate again after a flush", since, until),
-        ]
-
-    def declare_check(module: str, owner: str, since: str, until: str | None) -> Patch:
-        return Patch(
-            module,
-            owner,
-            "_check_pool_invariant",
-            check_pool_invariant,
-            parameters=COUNTED,
-            kind="staticmethod",
-            since=since,
-            until=until,
-            why="takes slots that are out of circulation off the size that SGLang's leak check expects",
-        )
-
-    token, paged = f"{ONE_FILE}.token", f"{ONE_FILE}.paged"
     plain, inner = attrgetter("kv"), "inflight_middle_chunks"
     return [
         declare_init(
@@ -211,37 +146,7 @@ def declare_patches(session: Session) -> list[Patch]:
             since="0.5.11",
             why="keeps new requests from finding a damaged prefix",
         ),
-        *declare_frees(TOKEN, ONE_FILE, "0.5.11", "0.5.13", "0.5.13"),
-        *declare_frees(PAGED, ONE_FILE, "0.5.11", "0.5.13", "0.5.13"),
-        *declare_frees(TOKEN, token, "0.5.13", None, None),
-        *declare_frees(PAGED, paged, "0.5.13", None, "0.5.17"),
-        Patch(
-            paged,
-            PAGED,
-            "_release_page_ids",
-            release_page_ids,
-            parameters=("self", "page_ids"),
-            since="0.5.17",
-            until="0.5.20",
-            why="keeps damaged pages out of circulation",
-            reads=fields_of(paged, PAGED, "free_pages", "release_pages"),
-        ),
-        Patch(
-            paged,
-            PAGED,
-            "_release_page_ids",
-            release_page_ids,
-            parameters=("self", "page_ids"),
-            since="0.5.20",
-            why="keeps damaged pages out of circulation",
-            reads=fields_of(paged, PAGED, "free_pages", "staged_pages", "num_staged_pages"),
-        ),
-        declare_check(
-            "sglang.srt.managers.scheduler_runtime_checker_mixin", "SchedulerRuntimeCheckerMixin", "0.5.11", "0.5.13"
-        ),
-        declare_check(
-            "sglang.srt.managers.scheduler_components.invariant_checker", "SchedulerInvariantChecker", "0.5.13", None
-        ),
+        *circulation.declare_patches(session),
     ]
 
 

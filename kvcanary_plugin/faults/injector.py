@@ -72,8 +72,6 @@ class Injector:
             for key in ("layer", "bit"):
                 if key in options and not (options[key].isascii() and options[key].isdecimal()):
                     raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: {key}={options[key]} is not a number")
-            if options.get("half", "K") not in ("K", "V"):
-                raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: half={options['half']} is neither K nor V")
             planned.append(Planned(name, int(forward), options))
         if not planned:
             raise ConfigError(f"kvcanary: --kvcanary-inject {spec!r} names no fault; there are {', '.join(FAULTS)}")
@@ -97,6 +95,12 @@ class Injector:
             if layer is not None and int(layer) not in layers:
                 limit = f"the pool has {layers[0]} to {layers[-1]}"
                 raise ConfigError(f"kvcanary: --kvcanary-inject {planned.name}: layer={layer}; {limit}")
+            halves = sorted({half for _, half in table.names})
+            half = planned.options.get("half")
+            if half is not None and half not in halves:
+                raise ConfigError(
+                    f"kvcanary: --kvcanary-inject {planned.name}: half={half}; the pool has {', '.join(halves)}"
+                )
             bits = min((source.read_bytes * 8 for source in table.sources), default=0)
             bit = planned.options.get("bit")
             if bit is not None and int(bit) >= bits:

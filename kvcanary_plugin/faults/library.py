@@ -171,9 +171,13 @@ def _flip_bit(
     guard: Guard, slot: int, position: int, rng: random.Random, options: dict[str, str], fields: dict[str, Any]
 ) -> Injected:
     names = guard.pool.table.names
-    layer = int(options.get("layer", rng.choice(names)[0]))
-    half = options.get("half", rng.choice("KV"))
-    view = guard.pool.table.sources[names.index((layer, half))]
+    fitting = [
+        index
+        for index, (layer, half) in enumerate(names)
+        if options.get("layer", str(layer)) == str(layer) and options.get("half", half) == half
+    ]
+    index = rng.choice(fitting)
+    (layer, half), view = names[index], guard.pool.table.sources[index]
     bit = int(options.get("bit", rng.randrange(view.read_bytes * 8)))
     _bytes_of(view.rows, slot)[bit // 8] ^= 1 << bit % 8
     return Injected("content", (slot,), (position,), {"layer": layer, "half": half, "bit": bit, **fields})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from . import (
+    agree_reference,
     drain_numpy,
     drain_reference,
     fold_numpy,
@@ -49,6 +50,7 @@ class Backend:
     check_reads: Callable[..., None]
     scatter_req_token_ids: Callable[..., None]
     verify_prefixes: Callable[..., None]
+    verify_groups: Callable[..., None]
     write_chain: Callable[..., None]
     fold_slots: Callable[..., None]
     seal_slots: Callable[..., None]
@@ -57,6 +59,7 @@ class Backend:
     seal_and_scrub: Callable[..., None]
     poison_slots: Callable[..., None]
     map_slots: Callable[..., None]
+    group_slots: Callable[..., None]
 
 
 REFERENCE = Backend(
@@ -70,6 +73,7 @@ REFERENCE = Backend(
     check_reads=ledger_reference.check_reads,
     scatter_req_token_ids=scatter_reference.scatter_req_token_ids,
     verify_prefixes=verify_reference.verify_prefixes,
+    verify_groups=agree_reference.verify_groups,
     write_chain=write_reference.write_chain,
     fold_slots=fold_reference.fold_slots,
     seal_slots=fold_reference.seal_slots,
@@ -78,6 +82,7 @@ REFERENCE = Backend(
     seal_and_scrub=scrub_reference.seal_and_scrub,
     poison_slots=poison_reference.poison_slots,
     map_slots=map_reference.map_slots,
+    group_slots=map_reference.group_slots,
 )
 
 
@@ -106,6 +111,7 @@ NUMPY = dataclasses.replace(
 def load_triton() -> Backend:
     """The Triton backend. Imported on demand: a host without a GPU may have no Triton, and needs none."""
     from . import (
+        agree_triton,
         claim_triton,
         drain_triton,
         fold_triton,
@@ -131,6 +137,7 @@ def load_triton() -> Backend:
         check_reads=claim_triton.check_reads,
         scatter_req_token_ids=scatter_triton.scatter_req_token_ids,
         verify_prefixes=verify_triton.verify_prefixes,
+        verify_groups=agree_triton.verify_groups,
         write_chain=write_triton.write_chain,
         fold_slots=fold_triton.fold_slots,
         seal_slots=fold_triton.seal_slots,
@@ -139,6 +146,7 @@ def load_triton() -> Backend:
         seal_and_scrub=scrub_triton.seal_and_scrub,
         poison_slots=poison_triton.poison_slots,
         map_slots=map_triton.map_slots,
+        group_slots=map_triton.group_slots,
     )
 
 

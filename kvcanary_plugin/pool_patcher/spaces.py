@@ -104,7 +104,7 @@ class GuardedPool:
 
 
 # What the guard follows beyond the main space; a pool that needs more is refused. Names as in list_needs.
-FOLLOWED: Final = frozenset({"mapping", "window", "state"})
+FOLLOWED: Final = frozenset({"mapping", "ratio", "window", "state"})
 
 
 def list_needs(pool: GuardedPool) -> dict[str, str]:

@@ -32,14 +32,14 @@ class Reporter:
 
     def report(self, violations: list[Violation]) -> list[Violation]:
         """Log what was not reported before. Returns the new ones."""
-        fresh = []
+        fresh, repeated = [], []
         for violation in violations:
             self.counts[violation.check] += 1
             seen = self._seen[violation.key] = self._seen[violation.key] + 1
             if seen == 1:
                 fresh.append(violation)
             elif seen in (10, 100, 1000, 10000):
-                logger.error("kvcanary: seen %d times: %s", seen, render_line(violation))
+                repeated.append((seen, violation))
         for violation in fresh[:MAX_REPORTED_A_STEP]:
             logger.error("%s", render_line(violation))
             self.event("violation", violation.to_dict())
@@ -47,6 +47,8 @@ class Reporter:
             hidden = len(fresh) - MAX_REPORTED_A_STEP
             logger.error("kvcanary: and %d more damaged slots in step %d", hidden, fresh[0].step)
             self.event("more", {"step": fresh[0].step, "hidden": hidden})
+        for seen, violation in repeated:
+            logger.error("kvcanary: seen %d times: %s", seen, render_line(violation))
         if fresh and self.first is None:
             self.first = fresh[0]
         if len(self._seen) > MAX_REMEMBERED:  # an endless burst must not eat the host's memory

@@ -11,7 +11,7 @@ import torch
 
 from ..kernels import record as r
 from ..kernels.mixing import POSITION_SHIFT, as_int64, mix
-from ..kernels.poison_reference import FIRST, LAST
+from ..kernels.poison_reference import FIRST, LAST, edges_of
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import SlotSpace, StateSpace
 from .ownership import Finding
@@ -211,10 +211,12 @@ class Diagnosis:
 
     def _presence(self, step: Step, row: Sequence[int]) -> Violation:
         identity, writer = row[r.ROW_IDENTITY], self._history.writer_of(row[r.ROW_WRITER])
-        layer, half = self._slots.table.names[row[r.ROW_SOURCE]]
+        table, source = self._slots.table, row[r.ROW_SOURCE]
+        layer, half = table.names[source]
+        whole = FIRST if len(edges_of(table.sources[source].read_bytes)) < 2 else FIRST | LAST
         return Violation(
             check="presence",
-            kind="not_stored" if row[r.ROW_EDGES] == FIRST | LAST else "partly_stored",
+            kind="not_stored" if row[r.ROW_EDGES] == whole else "partly_stored",
             pool=self.pool_name,
             rank=self._rank,
             step=step.number,

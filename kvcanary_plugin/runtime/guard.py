@@ -24,6 +24,7 @@ from ..report.reporter import Reporter
 from .batch import BatchBuffers
 from .copies import Copies
 from .diagnosis import RowHistory
+from .heartbeat import Heartbeat
 from .idle import IdlePass
 from .images import NO_MARKS, locate_marks
 from .judge import Judge, Policy
@@ -48,9 +49,13 @@ class Guard:
         ledger: who owns which slot, None where that is not checked.
         truth: the true prefix hashes.
         forwards: forwards guarded so far; the number of the latest step.
+        heartbeat: what was done so far.
     """
 
-    def __init__(self, pool: GuardedPool, config: Config, reporter: Reporter, *, rank: int = 0) -> None:
+    def __init__(
+        self, pool: GuardedPool, config: Config, reporter: Reporter, *, rank: int = 0, has_owners: bool = True
+    ) -> None:
+        """``has_owners``: a slot belongs to one request at a time, so that it can be said whose it is."""
         device = pool.req_to_token.device
         self.pool = pool
         self.config = config
@@ -69,7 +74,7 @@ class Guard:
         self._scrubbers = [space.scrubber for space in self.spaces if space.scrubber is not None]
         self.states = tuple(StateWatch(state, config, backend, MAX_IN_FLIGHT) for state in pool.states)
         self.ledger: Ledger | None = None
-        if "ownership" in config.checks and not pool.shares_slots:
+        if "ownership" in config.checks and has_owners and not pool.shares_slots:
             self.ledger = Ledger(
                 allocator=pool.allocator, req_to_token=pool.req_to_token, records=self.records, backend=backend
             )
@@ -93,6 +98,7 @@ class Guard:
         self._stream: Any = None
         self._weights_changed = False
         self._copies = Copies(self.spaces)
+        self.heartbeat = Heartbeat(reporter)
         self._idle = IdlePass(backend, self.spaces, device)
         self._batch = BatchBuffers(device, len(pool.companions))
         self._launches = Launches(backend, self.spaces, self.ledger, rows_tell="chain" in config.checks)
@@ -111,6 +117,16 @@ class Guard:
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
         self._judge.policy = policy
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """The checks in force: those that were asked for and that this pool allows."""
+        missing = {
+            "content": self.scrubber is None,
+            "presence": all(space.presence is None for space in self.spaces),
+            "ownership": self.ledger is None,
+        }
+        return tuple(check for check in self.config.checks if not missing.get(check, False))
 
     @property
     def resident_bytes(self) -> int:
@@ -148,6 +164,8 @@ class Guard:
         step.requests, step.rows, step.prefix_lens = list(requests), rows, prefix_lens
         step.verify_total, step.write_total, step.started = sum(prefix_lens), sum(write_lens), ()
         step.marks, step.found = NO_MARKS, []
+        self.heartbeat.verified += step.verify_total
+        self.heartbeat.stored += step.write_total
         # Every request stores at least one token.
         step.is_decode = 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None
         if step.is_decode and self._captured is not None:
@@ -198,6 +216,7 @@ class Guard:
         for space in self.spaces:
             if space.scrubber is not None:
                 step.scrubs[space.index] = space.scrubber.next_range()
+                self.heartbeat.folded += step.scrubs[space.index][1]
                 host.set_scrub(space.index, step.scrubs[space.index][0])
         inputs = input_ids.contiguous(), out_cache_loc.contiguous(), req_pool_indices[:bs].contiguous()
         if not self._on_host:
@@ -257,6 +276,7 @@ class Guard:
         """
         if not any(known is result for known, _ in self._launched):
             return
+        self.heartbeat.beat(self._describe)
         while self._launched:
             known, step = self._launched.popleft()
             if step.is_open:
@@ -272,7 +292,10 @@ class Guard:
         """
         if self._launched or self._announced is not None or self._running is not None:
             return  # a forward is under way after all
-        self._idle.run(self._stream, self.forwards, lambda: self._apply_changes(self.forwards), self._judge.judge)
+        self.heartbeat.beat(self._describe)
+        self.heartbeat.folded += self._idle.run(
+            self._stream, self.forwards, lambda: self._apply_changes(self.forwards), self._judge.judge
+        )
 
     def release(self, slots: torch.Tensor | None, allocator: object = None) -> None:
         """Slots were given back to an allocator, by default that of the main space; None means all of them."""
@@ -328,6 +351,20 @@ class Guard:
         self._reporter.event("mixed_weights", {"step": step.number, "version": version, "requests": rids})
         if self.config.strict_weights and "identity" in self.config.checks:
             step.found += [self._judge.diagnosis.mixed(step, request, row, version) for request, row in mixed]
+
+    def _describe(self) -> dict[str, Any]:
+        """What a heartbeat says of the guard, the rotating pass of the main space in particular."""
+        scrubber = self.scrubber
+        if scrubber is None:
+            return {"state": "guarding", "forwards": self.forwards}
+        return {
+            "state": "guarding",
+            "forwards": self.forwards,
+            "passes": scrubber.passes,
+            "period_forwards": scrubber.period_forwards,
+            "period_seconds": scrubber.period_seconds,
+            "oldest_unverified_seconds": round(scrubber.oldest_age_seconds(), 3),
+        }
 
     def _apply_changes(self, step: int) -> None:
         for space in self.spaces:

@@ -49,12 +49,14 @@ class Session:
         self._is_waived = False
         atexit.register(self.reporter.close)
 
-    def attach(self, model_runner: Any, gaps: Sequence[str], *, rank: int) -> None:
+    def attach(self, model_runner: Any, gaps: Sequence[str], *, rank: int, has_owners: bool = True) -> None:
         """Guard the pools of ``model_runner``, which were just allocated.
 
         Args:
             model_runner: SGLang's runner.
             gaps: why the server's mode is not covered; empty if it is.
+            rank: of this process, for reports.
+            has_owners: a slot belongs to one request at a time.
 
         Raises:
             UncoveredError: the mode or the pool is not covered and ``--kvcanary-allow-uncovered`` was not given.
@@ -73,7 +75,7 @@ class Session:
             logger.warning("kvcanary: NOT guarding this process, as allowed: %s", error)
             self.reporter.event("uncovered", {"why": str(error)})
             return
-        self.guard = Guard(pool, self.config, self.reporter, rank=rank)
+        self.guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
         self._model_runner = model_runner
         guard = self.guard
         scrub = "" if guard.scrubber is None else f", first content pass {guard.scrubber.period_forwards} forwards"
@@ -82,11 +84,13 @@ class Session:
             pool.name,
             pool.slot_count,
             pool.table.bytes_per_slot,
-            "+".join(self.config.checks),
+            "+".join(guard.checks),
             self.config.mode,
             guard.resident_bytes / pool.slot_count,
             scrub,
         )
+        if left_out := [check for check in self.config.checks if check not in guard.checks]:
+            logger.warning("kvcanary: not checked, because it cannot be in this server: %s", ", ".join(left_out))
         self.reporter.event(
             "attached",
             {
@@ -96,7 +100,7 @@ class Session:
                 "page_size": pool.page_size,
                 "bytes_per_slot": pool.table.bytes_per_slot,
                 "resident_bytes": guard.resident_bytes,
-                "checks": list(self.config.checks),
+                "checks": list(guard.checks),
                 "mode": self.config.mode,
             },
         )

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import make_table, poisoned_violations, random_words, rows_of
+from kernel_cases import make_table, poisoned_violations, random_bytes, random_words, rows_of
 
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.backend import REFERENCE, Backend
-from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source
+from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source, make_source, view_slots
 from kvcanary_plugin.runtime.violation import locate_source
 
 # widths of the sources in bytes, unused bytes between rows, slots a page
@@ -54,6 +54,27 @@ def test_every_split_gives_the_same(device: torch.device, triton_backend: Backen
         sums = random_words(2, 3, device=device, seed=4)
         launch_fold(OUTPUT, table=table, slots=slots, records=sums, digest=sums[0], locator=sums[1], tuning=tuning)
         assert torch.equal(sums, expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("head_dim", [8, 13, 64])
+def test_rows_in_pieces_of_a_head_each(triton_backend: Backend, device: torch.device, page_size: int, head_dim: int):
+    """The HND layout: (page, head, slot of the page, element)."""
+    named = []
+    for index, half in enumerate("KVKV"):
+        buffer = random_bytes(48 // page_size, 3, page_size, 2 * head_dim, device=device, seed=index)
+        pieces = view_slots(buffer.view(torch.bfloat16), slot_axis=2)
+        assert [piece.shape for piece in pieces] == [(48 // page_size, page_size, 2 * head_dim)] * 3
+        named += [((index // 2, half), make_source(piece, 2 * head_dim)) for piece in pieces]
+    table = SourceTable(named, 48, device)
+    slots = torch.randperm(48)[:19].to(device)
+    before = fold(REFERENCE, table, slots)
+    assert torch.equal(fold(triton_backend, table, slots), before)
+    table.sources[7].rows[int(slots[5]) // page_size, int(slots[5]) % page_size, -1] ^= 64  # the second head of layer 1 K
+    after = fold(triton_backend, table, slots)
+    assert torch.equal(after, fold(REFERENCE, table, slots))
+    assert torch.nonzero((after != before).any(0)).flatten().tolist() == [5]
+    assert locate_source(*before[:, 5].tolist(), *after[:, 5].tolist(), len(table.sources)) == 7
 
 
 def test_no_slots_and_no_sources(triton_backend: Backend, device: torch.device):

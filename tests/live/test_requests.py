@@ -26,4 +26,4 @@ def test_beam_search_is_turned_away_and_others_are_served(guarded):
         events = server.events()
 
     assert traffic.counts["failed"] == 0
-    assert {event["event"] for event in events} <= {"attached", "learned"}, describe(events)
+    assert {event["event"] for event in events} <= {"attached", "learned", "heartbeat"}, describe(events)

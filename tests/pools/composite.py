@@ -127,8 +127,9 @@ def sparse_writes(built: Built) -> Iterator[Write]:
         )  # fmt: skip
 
 
-def deepseek_v4() -> Built:
+def deepseek_v4(pages: int = 1, page_size: int = 128, ratios: tuple[int, ...] = (4, 128), window: int = 8) -> Built:
     """A layer with groups of 4 and one with groups of 128, both with a window."""
+    size, requests = pages * page_size, 16 if pages > 1 else 1
     module = pytest.importorskip("sglang.srt.mem_cache.deepseek_v4_memory_pool")
     settings = SimpleNamespace(
         speculative_algorithm=None,
@@ -143,27 +144,27 @@ def deepseek_v4() -> Built:
             if hasattr(module, name):
                 patch.setattr(module, name, lambda: settings)
         pool = module.DeepSeekV4TokenToKVPool(
-            max_num_reqs=1,
-            swa_size=128,
-            c4_size=32,
-            c128_size=1,
+            max_num_reqs=requests,
+            swa_size=size,
+            c4_size=size // 4,
+            c128_size=size // 128,
             c4_state_pool_size=16,
             c128_state_pool_size=8,
-            page_size=128,
-            swa_page_size=128,
+            page_size=page_size,
+            swa_page_size=page_size,
             dtype=torch.float8_e4m3fn,
             c4_state_dtype=torch.float32,
             c128_state_dtype=torch.float32,
             qk_nope_head_dim=448,
             qk_rope_head_dim=64,
             indexer_head_dim=128,
-            layer_num=2,
+            layer_num=len(ratios),
             device="cpu",
             enable_memory_saver=False,
-            compression_ratios=[4, 128],
-            sliding_window=8,
+            compression_ratios=list(ratios),
+            sliding_window=window,
         )
-    allocator = SWATokenToKVPoolAllocator(128, 128, 128, torch.float8_e4m3fn, "cpu", pool, False)
+    allocator = SWATokenToKVPoolAllocator(size, size, page_size, torch.float8_e4m3fn, "cpu", pool, False)
     return Built(pool, allocator, rows())
 
 

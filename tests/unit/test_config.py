@@ -76,3 +76,9 @@ def test_a_configuration_that_checks_nothing_is_refused():
         read_config({"KVCANARY": "log", "KVCANARY_CHECKS": "content", "KVCANARY_CONTENT": "none"})
     left = read_config({"KVCANARY": "log", "KVCANARY_CONTENT": "none"}).checks
     assert set(CHECKS) - set(left) == {"content", "presence"}
+
+
+def test_identity_needs_the_chain():
+    with pytest.raises(ConfigError, match="identity without chain"):
+        read_config({"KVCANARY": "log", "KVCANARY_CHECKS": "identity,content"})
+    assert read_config({"KVCANARY": "log", "KVCANARY_CHECKS": "identity,chain"}).checks == ("chain", "identity")

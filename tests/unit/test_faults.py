@@ -66,7 +66,6 @@ def test_options_choose_the_bit():
         ("flip_running", "'' is not a forward number"),
         ("flip_running@soon", "'soon' is not a forward number"),
         ("flip_running@3:colour=red", "no option 'colour'"),
-        ("flip_running@3:half=X", "half=X is neither K nor V"),
         ("flip_running@3:layer=two", "layer=two is not a number"),
     ],
 )
@@ -88,3 +87,8 @@ def test_a_slip_in_the_specification_is_named(spec, words):
 def test_a_fault_the_pool_cannot_have_is_refused_at_the_start(options, words):
     with pytest.raises(ConfigError, match=words):
         Engine(**options)
+
+
+def test_a_half_that_the_pool_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="half=X; the pool has K, V"):
+        Engine(inject="flip_running@3:half=X")

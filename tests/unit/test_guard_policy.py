@@ -4,6 +4,7 @@ import pytest
 
 from kvcanary_plugin.config import CHECKS
 from kvcanary_plugin.errors import CorruptionError
+from kvcanary_plugin.runtime.guard import Guard
 from tests.engine import Engine
 
 
@@ -35,3 +36,11 @@ def test_everything_resident_stays_within_64_bytes_a_slot(size, layers, heads, h
     engine = Engine(checks=CHECKS, size=size, layers=layers, heads=heads, head_dim=head_dim)
 
     assert engine.guard.resident_bytes / engine.guard.pool.slot_count <= 64
+
+
+def test_only_checks_that_are_in_force_are_named():
+    assert Engine(checks=CHECKS).guard.checks == CHECKS
+    engine = Engine(checks=("chain", "content", "ownership"))
+    shared = Guard(engine.guard.pool, engine.guard.config, engine.reporter, has_owners=False)
+    assert shared.checks == ("chain", "content")
+    assert shared.ledger is None
