@@ -154,7 +154,7 @@ OPTIONS = (
         "hf3fs",
         _parse_storage,
         "Store KV pages behind the hierarchical cache in verified page files in this folder, on a 3FS mount or on any "
-        "disk; ?capacity=200GiB&client=usrbio&index=redis://... and the like may follow. Works with --kvcanary off as well.",
+        "disk; ?capacity=200GiB&client=usrbio&index=redis://... and the like may follow. Also with --kvcanary off.",
         metavar="PATH",
     ),
 )

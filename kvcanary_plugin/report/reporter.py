@@ -22,11 +22,13 @@ class Reporter:
     Attributes:
         first: the first violation ever reported, None before that.
         counts: violations by check, repeats included.
+        is_quiet: violations are counted and not listed, because there are too many.
     """
 
     def __init__(self, event_log: EventLog | None = None) -> None:
         self.first: Violation | None = None
         self.counts: Counter[str] = Counter()
+        self.is_quiet = False
         self._log = event_log
         self._seen: Counter[tuple[Any, ...]] = Counter()
 
@@ -38,12 +40,12 @@ class Reporter:
             seen = self._seen[violation.key] = self._seen[violation.key] + 1
             if seen == 1:
                 fresh.append(violation)
-            elif seen in (10, 100, 1000, 10000):
+            elif seen in (10, 100, 1000, 10000) and not self.is_quiet:
                 repeated.append((seen, violation))
-        for violation in fresh[:MAX_REPORTED_A_STEP]:
+        for violation in [] if self.is_quiet else fresh[:MAX_REPORTED_A_STEP]:
             logger.error("%s", render_line(violation))
             self.event("violation", violation.to_dict())
-        if len(fresh) > MAX_REPORTED_A_STEP:
+        if len(fresh) > MAX_REPORTED_A_STEP and not self.is_quiet:
             hidden = len(fresh) - MAX_REPORTED_A_STEP
             logger.error("kvcanary: and %d more damaged slots in step %d", hidden, fresh[0].step)
             self.event("more", {"step": fresh[0].step, "hidden": hidden})
@@ -58,6 +60,8 @@ class Reporter:
     def count_unlisted(self, count: int, step: int) -> None:
         """Violations the device counted but had no room to describe."""
         self.counts["unlisted"] += count
+        if self.is_quiet:
+            return
         logger.error("kvcanary: step %d had %d more violations than the device buffer describes", step, count)
         self.event("more", {"step": step, "hidden": count})
 

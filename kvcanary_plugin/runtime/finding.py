@@ -20,7 +20,6 @@ _SPOILING = ("content", "presence", "ownership", "order")
 _WITHHELD = ("chain", "content", "presence", "ownership")
 # Kinds of the above in which a row names good slots of others, often many of them.
 ROW_FAULTS = ("foreign_slot", "freed_slot", "quarantined_slot", "trimmed_slot")
-TOLERATED = ("mixed",)  # kinds that are reported, but meant
 _SPOILED, _TAINTED, _WITHHOLD, _EVERYWHERE = 1, 2, 4, 8
 
 

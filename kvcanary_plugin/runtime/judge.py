@@ -31,6 +31,10 @@ MAX_LISTED = 8
 class Policy(Protocol):
     """What is done about violations beyond reporting them."""
 
+    @property
+    def is_degraded(self) -> bool:
+        """There is more damage than can be reported piece by piece."""
+
     def judge(self, step: Step, violations: Sequence[Violation]) -> None:
         """Act on the violations of ``step``, before its output is used."""
 
@@ -103,6 +107,7 @@ class Judge:
                     # Only to name a place: what the rows said when they were verified decides, not what they say now.
                     rows = self._refine(step, sort_rows(rows))
             violations += diagnosis.explain(step, rows)
+        self._reporter.is_quiet = self.policy is not None and self.policy.is_degraded
         fresh = self._reporter.report(violations)
         if step.hidden:
             self._reporter.count_unlisted(step.hidden, step.number)

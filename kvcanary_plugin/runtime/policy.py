@@ -19,7 +19,7 @@ from ..report.reporter import Reporter
 from ..report.text import quote
 from .burst import Burst
 from .consensus import Consensus
-from .finding import CHECKS, NOWHERE, ROW_FAULTS, TOLERATED, Finder, Finding, describe, explain
+from .finding import CHECKS, NOWHERE, ROW_FAULTS, Finder, Finding, describe, explain
 from .step import Step
 from .taint import Taints
 from .violation import Violation
@@ -140,7 +140,7 @@ class Quarantine:
         for violation in violations:
             row = violation.request_row
             request = seated.get(row) if row is not None else None
-            if violation.kind in TOLERATED or (request is None and step.number <= self._flushed_at):
+            if request is None and step.number <= self._flushed_at:
                 continue  # under overlap the last forward before a flush is judged behind it
             if request is not None:
                 if violation.kind in ROW_FAULTS and id(request) in self._named:

@@ -33,7 +33,9 @@ def test_two_thousand_requests_with_hits_aborts_chunks_retraction_and_flushes(gu
         "--schedule-conservativeness=0.05",
         "--kvcanary-scrub-budget=0.02",
     ]
-    with guarded(flags=flags) as server:
+    # A small pool makes SGLang retract by itself, but not every release with this traffic: so it is told to as well.
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "150"}
+    with guarded(flags=flags, environment=retract) as server:
         counts = drive(server, 1000, clients=8, seed=1, abort_share=0.1)
         server.post("/flush_cache", {})
         more = drive(server, 1000, clients=8, seed=2, abort_share=0.1)
@@ -44,7 +46,7 @@ def test_two_thousand_requests_with_hits_aborts_chunks_retraction_and_flushes(gu
     assert counts["hit"] > 100
     assert counts["aborted"] > 10
     assert "Cache flushed successfully" in log
-    assert "Retract requests" in log
+    assert "#retracted_reqs: " in log
 
 
 @pytest.mark.parametrize(
