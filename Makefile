@@ -1,6 +1,6 @@
 PY := .venv/bin/python
 
-.PHONY: help venv demo soak test test-compat test-releases test-kernels test-unit lint bench clean
+.PHONY: help venv demo soak test test-compat test-releases test-kernels test-unit lint bench coverage clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -43,6 +43,9 @@ bench: venv ## Measure what the canary costs a decoding server
 
 soak: venv ## Half an hour of clean traffic in several modes, in which nothing may be reported; ARGS="--minutes 5"
 	$(PY) benchmarks/server/soak.py $(ARGS)
+
+coverage: venv ## Write docs/coverage.md from the adapters
+	@scripts/coverage $(PY)
 
 clean: ## Remove what was built here; the shared environment in the user's cache stays
 	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

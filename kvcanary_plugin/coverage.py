@@ -17,14 +17,18 @@ buffer which no adapter reads is refused by the name of that buffer. What is not
 unless `--kvcanary-allow-uncovered` is given.
 
 A *space* is one numbering of slots. Every pool has a main one, whose slots `req_to_token` names; others hold a part of
-what belongs to a slot (those within a sliding window, say), or the state of a request. Of every layer, a slot's bytes
-are read whole, scales included; where K or V of a slot lies in pieces, as in the HND layout, all pieces are read.
+what belongs to a slot (those within a sliding window, say), or the state of a request. A slot may stand for a group of
+positions, as in *c4* and *c128* of DeepSeek V4: its record must be that of the last slot of its group in the main
+space, and it is live while they are. Of every layer, a slot's bytes are read whole, scales included; where K or V of a
+slot lies in pieces, as in the HND layout, all pieces are read.
 
 *Tested* names the releases whose real pools are built small and on a CPU by `tests/pools`, which flips each byte and
 wants exactly its slot, layer and half reported, stores through the pool's own setters and wants nothing else to
-change, and flips the bytes that pad pages and wants silence. Where a setter is a kernel for a GPU, its plain twin in
-SGLang, or the pool's own move or reader, says which bytes are a slot's. That every class of every release is listed
-here is tested against the published wheels.
+change, and flips the bytes that pad pages and wants silence. Some setters are kernels for a GPU and cannot run there.
+Rows of DeepSeek V4 are stored by SGLang's plain twin of theirs. Whose a byte of the index of DSA and DeepSeek V4 is,
+and where a page-major row lies, was written out by hand, from the layout that SGLang documents; page-major rows are
+held against the pool's own move as well. That every class of every release is listed here is tested against the
+published wheels.
 """
 
 

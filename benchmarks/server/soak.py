@@ -1,8 +1,8 @@
 """Hours of clean traffic, in short: real CPU servers in several modes, every check on, and not one report allowed.
 
-Usage: ``python benchmarks/server/soak.py [--minutes 30]``. The time is shared out among the modes. In each, clients send
-prompts of mixed lengths that share prefixes, some are aborted, a small pool makes SGLang retract, and in between the cache
-is flushed and the weights are updated with a flush. Exits 1 if anything was reported or a guard let go.
+Usage: ``python benchmarks/server/soak.py [--minutes 30]``. The time is shared out among the modes. In each, clients
+send prompts of mixed lengths that share prefixes, some are aborted, a small pool makes SGLang retract, and in between
+the cache is flushed and the weights are updated with a flush. Exits 1 if anything was reported or a guard let go.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def skip_store(guard: Guard, step: Step, rng: random.Random, options: dict[str, 
         return None
     expected = [space.slots.table.names[i] for i in space.presence.expects.nonzero().flatten().tolist()]
     some_layer, some_half = rng.choice(expected)
-    layer, half = int(options.get("layer", some_layer)), options.get("half", some_half)
+    layer = int(options["layer"]) if "layer" in options else some_layer
+    half = options.get("half", some_half)
     index, batch, presence = space.slots.table.names.index((layer, half)), step.batch, space.presence
     assert batch is not None
 

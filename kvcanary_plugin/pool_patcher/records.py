@@ -44,11 +44,22 @@ class ShadowRecords:
         Args:
             slots: int64 (n,), ids as given to the allocator's ``free``; ids outside the pool are ignored.
         """
+        if self.page_size > 1 and slots.numel() * self.page_size > self.slot_count:
+            self._release_pages(slots)
+            return
         if self.page_size > 1:
             slots = ((slots // self.page_size)[:, None] * self.page_size + self._page).view(-1)
         slots = torch.where((slots < 0) | (slots >= self.slot_count), 0, slots)
         identity = self.hot[:, r.IDENTITY]
         identity.index_copy_(0, slots, identity[slots] & ~r.LIVE_BIT)
+
+    def _release_pages(self, slots: torch.Tensor) -> None:
+        """The same by one look at every record, where listing all slots of all pages would take more memory."""
+        slots = torch.where(self._are_inside(slots), slots, 0)
+        page_count = -(-self.slot_count // self.page_size)
+        kept = torch.full((page_count,), -1, dtype=torch.int64, device=slots.device)
+        kept[slots // self.page_size] = ~r.LIVE_BIT
+        self.hot[:, r.IDENTITY] &= kept.repeat_interleave(self.page_size)[: self.slot_count]
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the records of ``source`` to ``target``, int64 (n,) both, in stream order; ids outside are ignored."""

@@ -78,12 +78,14 @@ class Session:
         self.guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
         self._model_runner = model_runner
         guard = self.guard
-        scrub = "" if guard.scrubber is None else f", first content pass {guard.scrubber.period_forwards} forwards"
+        bytes_per_slot = sum(space.table.bytes_per_slot for space in (pool.main, *pool.companions))
+        periods = [space.scrubber.period_forwards for space in guard.spaces if space.scrubber is not None]
+        scrub = f", first content pass {max(periods)} forwards" if periods else ""
         logger.info(
             'kvcanary: guarding pool "%s": %d slots of %d bytes, checks %s, mode %s, %.1f bytes a slot resident%s',
             pool.name,
             pool.slot_count,
-            pool.table.bytes_per_slot,
+            bytes_per_slot,
             "+".join(guard.checks),
             self.config.mode,
             guard.resident_bytes / pool.slot_count,
@@ -98,7 +100,7 @@ class Session:
                 "rank": rank,
                 "slots": pool.slot_count,
                 "page_size": pool.page_size,
-                "bytes_per_slot": pool.table.bytes_per_slot,
+                "bytes_per_slot": bytes_per_slot,
                 "resident_bytes": guard.resident_bytes,
                 "checks": list(guard.checks),
                 "mode": self.config.mode,

@@ -65,7 +65,10 @@ class Space:
         if slots.table.sources:
             if config.has_content:
                 seconds_a_slot = self._time_one_slot()
-                self.scrubber = Scrubber(slots.page_size, slots.slot_count, config.scrub_budget, seconds_a_slot)
+                # The budget is that of the pool: its spaces share it.
+                sharing = sum(bool(each.table.sources) for each in (pool.main, *pool.companions))
+                budget = config.scrub_budget / sharing
+                self.scrubber = Scrubber(slots.page_size, slots.slot_count, budget, seconds_a_slot)
             if "presence" in config.checks:
                 self.presence = Presence(slots.table, device)
 

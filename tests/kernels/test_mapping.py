@@ -39,7 +39,9 @@ def test_slots_that_complete_a_group_stand_for_it(triton_backend: Backend, devic
         backend.group_slots(slots=slots, ratio=ratio, first_slot=2 * ratio, slot_count=9 * ratio, out=out)
         outs.append(out)
     assert torch.equal(*outs)
-    expected = [slot // ratio if slot % ratio == ratio - 1 and 2 * ratio <= slot < 9 * ratio else -1 for slot in slots.tolist()]
+    expected = [
+        slot // ratio if slot % ratio == ratio - 1 and 2 * ratio <= slot < 9 * ratio else -1 for slot in slots.tolist()
+    ]
     assert outs[0].tolist() == expected
     triton_backend.group_slots(slots=slots[:0], ratio=ratio, first_slot=0, slot_count=9, out=outs[0][:0])
 

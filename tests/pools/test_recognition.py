@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache import memory_pool as mp
 
 from kvcanary_plugin.pool_patcher.adapters import adapt_pool, draft_pool, list_gaps
-from kvcanary_plugin.pool_patcher.spaces import list_needs
+from kvcanary_plugin.pool_patcher.spaces import FOLLOWED, list_needs
 
 from .composite import deepseek_v4, hybrid_pool, pure_swa_pool, swa_pool
 from .folding import Folding
@@ -157,6 +157,7 @@ def test_deepseek_v4_has_a_space_for_each_ratio():
     assert all(space.slot_count * space.ratio >= guarded.slot_count for space in spaces.values())
     assert spaces["window"].mapping is built.allocator.full_to_swa_index_mapping
     assert list(list_needs(guarded)) == ["mapping", "ratio", "state"]
+    assert list_needs(guarded).keys() <= FOLLOWED
 
 
 def test_deepseek_v4_keeps_sums_of_a_request_in_its_ring():

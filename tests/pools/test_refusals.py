@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from kvcanary_plugin.errors import UncoveredError
 from kvcanary_plugin.pool_patcher.adapters import adapt_model_runner, adapt_pool, draft_pool, list_gaps
 
-from .composite import swa_pool
+from .composite import deepseek_v4, swa_pool
 from .single import flat, mha, need, rows
 
 
@@ -113,6 +113,15 @@ def test_unified_memory_is_covered_without_its_content():
     assert guarded.slot_count > int(slots.max()) * 4 + 3
     with pytest.raises(UncoveredError, match="UnifiedSWAKVPool is not covered with its content"):
         adapt_pool(pool, allocator, table, "all", model="test")
+
+
+def test_pages_that_end_within_a_group_are_refused():
+    built = deepseek_v4()
+    built.pool.page_size = 96
+
+    (gap,) = list_gaps(built.pool, built.allocator)
+
+    assert "pages of 96 positions, which do not consist of whole groups of 128" in gap
 
 
 def test_interleaved_scales_are_refused():

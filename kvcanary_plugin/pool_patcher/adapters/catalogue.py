@@ -107,8 +107,10 @@ CATALOGUE = (
             ("window", ("KV", "KV scale")),
         ),
         tested="0.5.15; on 0.5.23 its spaces",
-        limits="sums of groups of 4 that are not full yet are not checked; refused where the window is a ring of each "
-        "request, with entries of 1 or 2 positions, and with the V4.1 layouts",
+        limits="sums of groups of 4 that are not full yet are not checked: every token rewrites them in place, in "
+        "slots of the window; those of 128 are, because only forwards of their request change them (SGLang resets "
+        "them from outside for disaggregation and speculative decoding alone, which are refused). Refused where the "
+        "window is a ring of each request, with entries of 1 or 2 positions, and with the V4.1 layouts",
     ),
     Entry("DeepSeekV4SingleKVPool", "0.5.12", part_of=("DeepSeekV4TokenToKVPool",)),
     Entry("DeepSeekV4UniformFP8KVPool", "0.5.20", part_of=("DeepSeekV4TokenToKVPool",)),

@@ -61,6 +61,11 @@ def draft_deepseek_v4_pool(pool: Any, allocator: Any, window: int | None) -> Poo
         parts = tuple(_read_packed(compressed[ratio], layers))
         if ratio in indexers:
             parts += tuple(_read_index(indexers[ratio], layers))
+        if parts and page_size % ratio:
+            raise UncoveredError(
+                f"KV pool {name} is not covered with pages of {page_size} positions, which do not consist of whole "
+                f"groups of {ratio}: a group could be freed in part"
+            )
         if parts:
             count = min(part.rows.shape[0] * part.rows.shape[1] for part in parts)
             companions.append(SlotDraft(f"c{ratio}", parts, count, page_size // ratio, ratio=ratio))
@@ -107,7 +112,9 @@ def _read_index(pool: Any, layers: Iterable[int]) -> Iterator[Part]:
 def _draft_sums(pool: Any) -> Iterator[StateDraft]:
     """Sums of 128 positions that are not full yet: a ring of rows for each request row.
 
-    Before SGLang 0.5.14 they belong to slots of the window, as those of 4 positions still do.
+    Only forwards of the request change them. SGLang also resets them when a decode server takes a request over, and
+    after rejected draft tokens; both modes are refused. Before SGLang 0.5.14 they belong to slots of the window, as
+    those of 4 positions still do.
     """
     if not hasattr(pool, "num_req_slots"):
         return
