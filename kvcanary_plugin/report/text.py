@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from ..runtime.cause import guess_cause
 from ..runtime.violation import Violation
 
 RULE = "=" * 78
@@ -18,6 +19,7 @@ _BY_PHASE = {
     "insert": "inserted for",
 }
 MAX_ID_LENGTH = 80
+MAX_CLAUSE_LENGTH = 200
 
 
 def quote(request: str) -> str:
@@ -101,6 +103,20 @@ def render_line(violation: Violation) -> str:
     )
 
 
+def _render_cause(violation: Violation) -> list[str]:
+    cause, evidence = guess_cause(violation)
+    lines = [f"  likely cause  {cause}"]
+    lines += [f"                - {quote_clause(clause)}" for clause in evidence]
+    if violation.neighbours:
+        lines.append(f"  around it     {violation.neighbours}  (. free, o owned, c cached, q quarantined)")
+    return lines
+
+
+def quote_clause(clause: str) -> str:
+    """A clause of evidence as it may be printed: it may hold request ids, which clients choose."""
+    return "".join(letter if letter.isprintable() else "?" for letter in clause)[:MAX_CLAUSE_LENGTH]
+
+
 def render_block(violation: Violation) -> str:
     """A framed block: kind and place, who reads, what was expected and found, who wrote, one line for grep."""
     expected, found = render_expected_found(violation)
@@ -114,6 +130,7 @@ def render_block(violation: Violation) -> str:
             f"  expected      {expected}",
             f"  found         {found}",
             f"  last written  by {render_writer(violation)}",
+            *_render_cause(violation),
             f"SUMMARY: kvcanary: {violation.title} {violation.pool} slot={violation.slot}"
             + ("" if violation.layer is None else f" layer={violation.layer} half={violation.half}")
             + ("" if violation.position is None else f" position={violation.position}"),

@@ -15,7 +15,7 @@ from ..report.reporter import Reporter
 from ..report.text import render_line
 from .diagnosis import Diagnosis, RowHistory, StateDiagnosis, refine_chain_rows, sort_rows
 from .ledger import Ledger
-from .ownership import explain_rows
+from .ownership import attribute, explain_rows
 from .space import Space
 from .state import StateWatch
 from .step import Step
@@ -106,7 +106,10 @@ class Judge:
                 if not self._on_host:
                     # Only to name a place: what the rows said when they were verified decides, not what they say now.
                     rows = self._refine(step, sort_rows(rows))
-            violations += diagnosis.explain(step, rows)
+            explained = diagnosis.explain(step, rows)
+            if self._ledger is not None and diagnosis is self.diagnosis and explained:
+                explained = attribute(self._ledger, explained, self._pool.slot_count, self._pool.page_size)
+            violations += explained
         self._reporter.is_quiet = self.policy is not None and self.policy.is_degraded
         fresh = self._reporter.report(violations)
         if step.hidden:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from ..kernels import record as r
 from .ledger import Ledger
 from .step import Step
 from .tenancy import Event, Trail
-from .violation import EXPLANATIONS
+from .violation import EXPLANATIONS, Violation
 
 MAX_TOLD = 32
 _BY_DELTA = {g.Op.ALLOC: "alloc", g.Op.FREE: "free", g.Op.INSERT: "insert"}
@@ -134,3 +135,20 @@ def _is_tail(ledger: Ledger, slot: int, word: int, actor: int, page_size: int) -
         return False
     head = int(ledger.words[slot - slot % page_size])
     return g.state_of(head) is g.State.OWNED and head & g.OWNER_MASK == actor & g.OWNER_MASK != 0
+
+
+def attribute(ledger: Ledger, violations: Sequence[Violation], slot_count: int, page_size: int) -> list[Violation]:
+    """The same violations, with what was done to their slots lately and the states around them.
+
+    For slots of the main space that have no evidence yet, the first few of them. Waits for the device.
+    """
+    trail: Trail | None = None
+    told: list[Violation] = []
+    for count, violation in enumerate(violations):
+        if count < MAX_TOLD and not violation.neighbours and 0 < violation.slot < slot_count:
+            trail = ledger.history.look_back() if trail is None else trail
+            evidence = tuple(_tell(ledger, event) for event in trail.find(violation.slot, page_size, violation.step))
+            strip = ledger.strip_of(violation.slot)
+            violation = dataclasses.replace(violation, neighbours=strip, evidence=evidence)
+        told.append(violation)
+    return told

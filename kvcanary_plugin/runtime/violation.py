@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ..kernels import record as r
 from ..kernels.mixing import as_int64
+from .cause import guess_cause
 
 CHECK_OF_KIND = {
     r.Kind.ROW_RANGE: "chain",
@@ -57,7 +58,6 @@ class Violation:
     half: str | None = None
     writer: Writer | None = None
     differs: tuple[tuple[str, str, str], ...] = ()  # tag, expected and found value of each identity field that differs
-
     state: str | None = None  # of the slot, where its ownership is in question
     owner: str | None = None  # request that holds the slot, or held it last
     owner_row: int | None = None
@@ -97,6 +97,7 @@ class Violation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; hashes as 16 hex digits, because JSON numbers lose 64-bit integers."""
         fields = dataclasses.asdict(self)
+        fields["cause"], fields["evidence"] = guess_cause(self)
         for name in ("stored_hash", "expected_hash"):
             if fields[name] is not None:
                 fields[name] = f"{fields[name]:016x}"
