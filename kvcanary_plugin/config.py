@@ -185,6 +185,11 @@ class Config:
         return "content" in self.checks and self.content != "none"
 
     @property
+    def has_strict_weights(self) -> bool:
+        """Whether requests that run through an update of the weights are violations."""
+        return self.strict_weights and "identity" in self.checks
+
+    @property
     def reads_rows(self) -> bool:
         """Whether any check looks at the rows of KV themselves."""
         return self.content != "none" and any(check in self.checks for check in BYTE_CHECKS)

@@ -6,7 +6,6 @@ already be changing, so :meth:`after` uses private copies only.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from ..config import Config
 from ..errors import GuardError
 from ..faults.injector import Injector
-from ..kernels import record as r
 from ..kernels.backend import pick_backend
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool
@@ -35,8 +33,7 @@ from .space import Space
 from .state import StateWatch
 from .step import MAX_IN_FLIGHT, Step
 from .truth import Request, TruthTable
-
-logger = logging.getLogger("kvcanary")
+from .weights import WeightUpdates
 
 
 class Guard:
@@ -96,7 +93,9 @@ class Guard:
         self._announced: Step | None = None
         self._running: Step | None = None
         self._stream: Any = None
-        self._weights_changed = False
+        self._weights = WeightUpdates(
+            self.truth, self.records, reporter, self._judge.diagnosis, is_strict=config.has_strict_weights
+        )
         self._copies = Copies(self.spaces)
         self.heartbeat = Heartbeat(reporter)
         self._idle = IdlePass(backend, self.spaces, device)
@@ -173,8 +172,7 @@ class Guard:
         else:
             batch = self._batch.batch_of(len(requests), step.write_total)
             step.marks = locate_marks(requests, prefix_lens, write_lens)
-        if self._weights_changed:
-            self._note_mixed(step)
+        self._weights.note_mixed(step)
         truth = self.truth.advance(requests, rows, prefix_lens)
         step.started = truth.started
         for index in step.started:
@@ -326,31 +324,8 @@ class Guard:
             self._copies.note_loaded(slots, copy)
 
     def replace_weights(self, version: str) -> None:
-        """The weights were updated in place: KV made from now on is of another identity. May wait for the device.
-
-        Says how much KV of older versions is still reachable: none, if the cache was flushed with the update.
-        """
-        self.truth.identities.replace_weights(version)
-        self._weights_changed = True
-        flushed = self.spaces[0].is_flushed
-        live = (self.records.hot[:, r.IDENTITY] & r.LIVE_BIT) != 0
-        reachable = 0 if flushed else int(live.sum())
-        logger.info("kvcanary: weights are now version %s; %d slots hold KV of older ones", version, reachable)
-        self._reporter.event("weights", {"version": version, "flushed": flushed, "older_slots": reachable})
-
-    def _note_mixed(self, step: Step) -> None:
-        """After an update: requests that go on running mix versions, which is asked for, so it is said once."""
-        self._weights_changed = False
-        pairs = zip(step.requests, step.rows, strict=True)
-        mixed = [(request, row) for request, row in pairs if self.truth.is_running(request)]
-        if not mixed:
-            return
-        version = self.truth.identities.weights
-        logger.warning("kvcanary: %d running requests go on with KV of weights before version %s", len(mixed), version)
-        rids = [request.rid for request, _ in mixed]
-        self._reporter.event("mixed_weights", {"step": step.number, "version": version, "requests": rids})
-        if self.config.strict_weights and "identity" in self.config.checks:
-            step.found += [self._judge.diagnosis.mixed(step, request, row, version) for request, row in mixed]
+        """See :meth:`WeightUpdates.replace`."""
+        self._weights.replace(version, is_flushed=self.spaces[0].is_flushed)
 
     def _describe(self) -> dict[str, Any]:
         """What a heartbeat says of the guard, the rotating pass of the main space in particular."""

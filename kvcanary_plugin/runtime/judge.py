@@ -13,9 +13,10 @@ from ..kernels import record as r
 from ..pool_patcher.spaces import GuardedPool
 from ..report.reporter import Reporter
 from ..report.text import render_line
-from .diagnosis import Diagnosis, RowHistory, StateDiagnosis, refine_chain_rows, sort_rows
+from .diagnosis import Diagnosis, RowHistory, StateDiagnosis
 from .ledger import Ledger
 from .ownership import attribute, explain_rows
+from .refinement import refine_chain_rows, sort_rows
 from .space import Space
 from .state import StateWatch
 from .step import Step
