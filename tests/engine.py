@@ -18,12 +18,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from kvcanary_plugin.config import CHECKS, Config
-from kvcanary_plugin.pool_patcher.adapters import adapt_mha_pool
+from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.report.reporter import Reporter
 from kvcanary_plugin.runtime.guard import Guard
 from kvcanary_plugin.runtime.violation import Violation
 
 CONTEXT = 256
+# Ownership has tests of its own, on the allocators' and the tree's own calls.
+WITHOUT_OWNERSHIP = tuple(check for check in CHECKS if check != "ownership")
 VOCABULARY = 1000
 
 
@@ -66,11 +68,10 @@ class Engine:
             self.allocator = PagedTokenToKVPoolAllocator(size, page_size, dtype, "cpu", self.pool, False)
         self.rows = ReqToTokenPool(16, CONTEXT, "cpu", False)
         self.reporter = ListReporter()
-        # Ownership has tests of its own, on the allocators' and the tree's own calls.
-        options.setdefault("checks", tuple(check for check in CHECKS if check != "ownership"))
+        options.setdefault("checks", WITHOUT_OWNERSHIP)
         config = Config(mode=mode, **options)
         content = config.content if config.reads_rows else "none"
-        guarded = adapt_mha_pool(self.pool, self.allocator, self.rows.req_to_token, content, model="test")
+        guarded = adapt_pool(self.pool, self.allocator, self.rows.req_to_token, content, model="test")
         self.guard = Guard(guarded, config, self.reporter)
         self.random = torch.Generator().manual_seed(0)
         self.page_size = page_size

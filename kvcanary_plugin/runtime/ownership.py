@@ -11,7 +11,7 @@ from ..kernels import record as r
 from .ledger import Ledger
 from .step import Step
 from .tenancy import Event, Trail
-from .violation import EXPLANATIONS, Violation
+from .violation import Violation
 
 MAX_TOLD = 32
 _BY_DELTA = {g.Op.ALLOC: "alloc", g.Op.FREE: "free", g.Op.INSERT: "insert"}
@@ -47,11 +47,6 @@ class Finding:
     neighbours: str
     evidence: tuple[str, ...]
     writer_stamp: int
-
-    @property
-    def explanation(self) -> str:
-        """One sentence."""
-        return EXPLANATIONS[self.kind]
 
 
 def explain_rows(ledger: Ledger, step: Step, rows: Sequence[Sequence[int]], page_size: int) -> list[Finding]:

@@ -12,18 +12,17 @@ from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcanary_plugin.config import CHECKS, Config
+from kvcanary_plugin.config import Config
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.runtime.guard import Guard
-from tests.engine import Engine, ListReporter
+from tests.engine import WITHOUT_OWNERSHIP, Engine, ListReporter
 from tests.pools.composite import deepseek_v4
 
 accessor = pytest.importorskip("sglang.srt.layers.attention.dsv4.index_buf_accessor")  # moved since 0.5.15
 
 PAGE, WINDOW, CONTEXT = 256, 128, 1024
 RATIOS = (4, 128, 0)  # of the layers; all of them keep a window too
-CHECKS_HERE = tuple(check for check in CHECKS if check != "ownership")
 PARTS = [
     *((layer, half, "window") for layer in range(3) for half in ("KV", "KV scale")),
     *((0, half, "c4") for half in ("KV", "KV scale", "index", "index scale")),
@@ -40,7 +39,7 @@ class GroupedEngine(Engine):
         self.rows = ReqToTokenPool(16, CONTEXT, "cpu", False)
         self.reporter = ListReporter()
         guarded = adapt_pool(self.pool, self.allocator, self.rows.req_to_token, content, model="test")
-        options.setdefault("checks", CHECKS_HERE)
+        options.setdefault("checks", WITHOUT_OWNERSHIP)
         self.guard = Guard(guarded, Config(mode="log", content=content, **options), self.reporter)
         self.spaces = {space.slots.name: space for space in self.guard.spaces}
         self.random = torch.Generator().manual_seed(0)

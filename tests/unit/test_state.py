@@ -12,12 +12,10 @@ from sglang.srt.mem_cache import memory_pool as mp
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcanary_plugin.config import CHECKS, Config
+from kvcanary_plugin.config import Config
 from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.runtime.guard import Guard
-from tests.engine import CONTEXT, Engine, ListReporter
-
-CHECKS_HERE = tuple(check for check in CHECKS if check != "ownership")
+from tests.engine import CONTEXT, WITHOUT_OWNERSHIP, Engine, ListReporter
 
 
 class HybridEngine(Engine):
@@ -50,7 +48,7 @@ class HybridEngine(Engine):
         guarded = adapt_pool(
             self.pool, self.allocator, self.rows.req_to_token, "all", model="test", request_pool=self.rows
         )
-        self.guard = Guard(guarded, Config(mode="log", checks=CHECKS_HERE, **options), self.reporter)
+        self.guard = Guard(guarded, Config(mode="log", checks=WITHOUT_OWNERSHIP, **options), self.reporter)
         self.random = torch.Generator().manual_seed(0)
         self.page_size = 1
         self._count = 0

@@ -12,14 +12,13 @@ from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from kvcanary_plugin.config import CHECKS, Config
+from kvcanary_plugin.config import Config
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.runtime.guard import Guard
-from tests.engine import CONTEXT, Engine, ListReporter
+from tests.engine import CONTEXT, WITHOUT_OWNERSHIP, Engine, ListReporter
 
 WINDOW = 8
-CHECKS_HERE = tuple(check for check in CHECKS if check != "ownership")
 
 
 class WindowEngine(Engine):
@@ -31,7 +30,7 @@ class WindowEngine(Engine):
         self.rows = ReqToTokenPool(16, CONTEXT, "cpu", False)
         self.reporter = ListReporter()
         guarded = adapt_pool(self.pool, self.allocator, self.rows.req_to_token, "all", model="test", window=WINDOW)
-        self.guard = Guard(guarded, Config(mode="log", checks=CHECKS_HERE, **options), self.reporter)
+        self.guard = Guard(guarded, Config(mode="log", checks=WITHOUT_OWNERSHIP, **options), self.reporter)
         self.random = torch.Generator().manual_seed(0)
         self.page_size = 1
         self._count = 0

@@ -29,7 +29,6 @@ __all__ = [
     "GuardedPool",
     "SlotSpace",
     "StateSpace",
-    "adapt_mha_pool",
     "adapt_model_runner",
     "adapt_pool",
     "draft_pool",
@@ -112,9 +111,6 @@ def adapt_pool(
         companions=tuple(space.finish(content, device) for space in draft.companions),
         states=tuple(state.finish(content, device) for state in draft.states),
     )
-
-
-adapt_mha_pool = adapt_pool
 
 
 def draft_pool(pool: Any, allocator: Any, request_pool: Any = None, window: int | None = None) -> PoolDraft:
