@@ -32,6 +32,7 @@ REQUEST = fields_of(
     "Req",
     "to_finish",
     "finished_len",
+    "send_output_token_logprobs_offset",
     "finished",
     "is_retracted",
     "skip_radix_cache_insert",
@@ -49,6 +50,9 @@ def end(request: Any, message: str) -> None:
 
     request.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, ERROR_TYPE)
     request.finished_len = len(request.output_ids)
+    if not request.output_ids:
+        # SGLang sends at least one log probability, and its token, even of an answer without tokens.
+        request.send_output_token_logprobs_offset = 1
     keep_out(request)
 
 

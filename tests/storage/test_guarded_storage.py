@@ -1,5 +1,6 @@
 """The guard around other backends: SGLang's own file and hf3fs ones, and some that misbehave."""
 
+import atexit
 import time
 
 import pytest
@@ -348,11 +349,13 @@ def test_whatever_a_backend_answers_becomes_one_value_a_page(answer, count, expe
 def stock_hf3fs(folder, pool, pages=64, entries=8):
     """SGLang's own backend with its mock client and its in-process metadata."""
     bytes_per_page = pool.get_ksize_per_token() * PAGE_SIZE
-    return HiCacheHF3FS(
+    stock = HiCacheHF3FS(
         rank=0, file_path=str(folder / "stock.bin"), file_size=bytes_per_page * pages, numjobs=1,
         bytes_per_page=bytes_per_page, entries=entries, client_timeout=1, dtype=pool.dtype,
         metadata_client=Hf3fsLocalMetadataClient(), is_page_first_layout=True, use_mock_client=True,
     )  # fmt: skip
+    atexit.unregister(stock.close)  # it would write to a log that is closed by then
+    return stock
 
 
 @pytest.fixture
