@@ -19,7 +19,7 @@ test: venv ## Run all tests; ARGS="-k chain" and the like go to pytest
 # The newest SGLang and its dependencies warn about each other; that is not ours to fail on.
 test-compat: ## Run the tests with real servers, and those of the seams, against the newest SGLang
 	$$(scripts/venv cpu-0.5.23) -m pytest -W default tests/live \
-	  tests/unit/test_activation.py tests/unit/test_allocators.py tests/unit/test_doctor.py \
+	  tests/unit/test_activation.py tests/unit/test_allocators.py tests/unit/test_doctor*.py \
 	  tests/unit/test_patch.py tests/unit/test_patches.py $(ARGS)
 
 # Pages, because they take every way in which any release frees slots.

@@ -11,7 +11,8 @@ import warnings
 
 from rich.console import Console
 
-from . import __version__
+from . import __version__, doctor, remote
+from .report import command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -21,11 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcanary {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser(
-        "doctor",
-        help="Show what is installed, which seams of SGLang are wrapped, and what is covered. "
-        "Exit code 1 if a seam has drifted.",
-    )
+    doctor.add_command(commands)
     commands.add_parser(
         "demo",
         help="Start a tiny server on the CPU, damage its KV in five ways and show every report; about two minutes. "
@@ -39,6 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     fsck.add_argument("file", metavar="FILE", help="the page file")
     fsck.add_argument("--deep", action="store_true", help="read every page too, not only headers and trailers")
     fsck.add_argument("--repair", action="store_true", help="drop damaged pages; good ones are never touched")
+    remote.add_commands(commands)
+    command.add_command(commands)
     return parser
 
 
@@ -50,9 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
         # Importing SGLang on a machine without its accelerator is chatty; what matters is in the table.
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        from .doctor import run_doctor
-
-        return run_doctor(console)
+        return doctor.run_doctor(options, console)
+    if options.command in ("status", "set", "audit"):
+        return remote.run_remote(options, console)
+    if options.command == "report":
+        return command.run_report(options)
     if options.command == "fsck":
         from .tiers.hf3fs.fsck import run_fsck
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .display import mask_secrets
 from .errors import ConfigError
 from .tiers.hf3fs.options import to_extra_config
 
 MODES = ("off", "log", "raise", "quarantine")
-CHECKS = ("chain", "content", "presence", "ownership", "identity")
+CHECKS = ("chain", "content", "presence", "ownership", "identity", "order")
 BYTE_CHECKS = ("content", "presence")  # they look at the rows themselves
 CONTENT_LEVELS = ("none", "partial", "all")
 ALLOW_INJECT_VARIABLE = "KVCANARY_ALLOW_INJECT"
@@ -71,7 +72,7 @@ def _parse_storage(name: str, text: str) -> str:
     try:
         to_extra_config(text)
     except ConfigError as error:
-        raise ConfigError(f"{error} (in {name}={text!r})") from error
+        raise ConfigError(f"{error} (in {name}={mask_secrets(text)!r})") from error
     return text
 
 

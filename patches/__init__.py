@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING
 
 from kvcanary_plugin.pool_patcher.patch import Patch
 
-from . import allocators, forward, hf3fs, idle, moves, ownership, pools, quarantine, scheduler, server_args, weights
+from . import (
+    allocators,
+    control,
+    forward,
+    hf3fs,
+    hierarchical,
+    idle,
+    moves,
+    ownership,
+    pools,
+    quarantine,
+    scheduler,
+    server_args,
+    weights,
+)
 from .fence import Fence
 
 if TYPE_CHECKING:
@@ -34,6 +48,8 @@ def declare_engine_patches(session: Session) -> list[Patch]:
         *scheduler.declare_patches(session, fence),
         *hf3fs.declare_patches(session),
         *moves.declare_patches(session),
+        *hierarchical.declare_patches(session),
         *weights.declare_patches(session),
         *idle.declare_patches(session),
+        *control.declare_patches(session),
     ]

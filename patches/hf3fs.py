@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvcanary_plugin.display import mask_secrets
 from kvcanary_plugin.errors import ConfigError
 from kvcanary_plugin.pool_patcher.patch import Patch, fields_of
 from kvcanary_plugin.tiers import scope
@@ -70,7 +71,9 @@ def declare_patches(session: Session) -> list[Patch]:
 
         name, config = (*args, kwargs.get("backend_name"), kwargs.get("storage_config"))[:2]
         listen(session.reporter)
-        return guard_storage(lambda: wrapped(*args, **kwargs), name, config)
+        backend = guard_storage(lambda: wrapped(*args, **kwargs), name, config)
+        session.heartbeat.watch_storage(backend.status)
+        return backend
 
     return [
         *declare_scope_patches(),
@@ -102,7 +105,7 @@ def choose_storage(hf3fs: str | None, arguments: Any) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(
             "kvcanary: beside --kvcanary-hf3fs, --hicache-storage-backend-extra-config has to be a JSON object; "
-            f"it is {text!r}"
+            f"it is {mask_secrets(text)!r}"
         ) from error
     if backend is not None and theirs.get("backend_name") != ours["backend_name"]:
         raise ConfigError(

@@ -45,10 +45,12 @@ class ModeGap:
 
 MODE_GAPS = (
     ModeGap(
-        "enable_hierarchical_cache",
+        "hicache_host_memory_mode",
         "memory:Memory",
-        "--enable-hierarchical-cache",
-        "KV comes back from host memory without a forward",
+        "--hicache-host-memory-mode",
+        "KV comes back from storage without a host page of its own",
+        "0.5.19",
+        "cache",
     ),
     ModeGap(
         "disaggregation_mode",

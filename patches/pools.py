@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
 
+from .hierarchical import list_pool_gaps
 from .modes import SETTLED, list_mode_gaps, settle
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ READS = fields_of(
     "ModelRunner",
     "is_draft_worker",
     "server_args",
+    "model",
     "model_config",
     "token_to_kv_pool",
     "token_to_kv_pool_allocator",
@@ -56,12 +58,16 @@ def declare_patches(session: Session) -> list[Patch]:
                 gaps = list_mode_gaps(settings)
                 if instance.model_config.is_encoder_decoder:
                     gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
+                if getattr(settings, "enable_hierarchical_cache", False):
+                    gaps += list_pool_gaps(instance)
                 ranks = find_ranks(instance)
                 replica = getattr(ranks, "dp_rank", None) or 0
                 # The turns of a session hand their slots on to each other without giving them back.
                 has_owners = not getattr(settings, "enable_streaming_session", False)
                 rank = replica * ranks.tp_size + ranks.tp_rank
                 session.attach(instance, gaps, rank=rank, has_owners=has_owners)
+                if settings.enable_metrics:
+                    session.heartbeat.export(rank)
             return result
 
         return attach
@@ -86,16 +92,19 @@ def declare_patches(session: Session) -> list[Patch]:
             reads=READS + more,
         )
 
-    own = fields_of(MODULE, "ModelRunner", "tp_rank", "tp_size")
+    # Where it is in 0.5.19 and 0.5.20 differs between the two; both have it.
+    metrics = fields_of("sglang.srt.server_args", "ServerArgs", "enable_metrics")
+    grouped = fields_of("sglang.srt.arg_groups.fields.observability", "Observability", "enable_metrics")
+    own = fields_of(MODULE, "ModelRunner", "tp_rank", "tp_size") + metrics
     replica = fields_of(MODULE, "ModelRunner", "dp_rank")
     state = fields_of(STATE, "ParallelState", "tp_rank", "tp_size", "dp_rank") + fields_of(MODULE, "ModelRunner", "ps")
-    context = fields_of(CONTEXT, None, "get_parallel")
+    context = fields_of(CONTEXT, None, "get_parallel") + grouped
     alloc = ("alloc_memory_pool", "memory_pool_config")
     return [
         declare("init_memory_pool", "pre_model_load_memory", find_ranks_on_runner, "0.5.11", "0.5.13", *own),
         declare("init_memory_pool", "pre_model_load_memory", find_ranks_on_runner, "0.5.13", "0.5.14", *own, *replica),
         declare(*alloc, find_ranks_on_runner, "0.5.14", "0.5.16", *own, *replica),
-        declare(*alloc, find_ranks_on_state, "0.5.16", "0.5.19", *state),
+        declare(*alloc, find_ranks_on_state, "0.5.16", "0.5.19", *state, *metrics),
         declare(*alloc, find_ranks_on_state, "0.5.19", "0.5.21", *state, *SETTLED),
         declare(*alloc, find_ranks_in_context, "0.5.21", None, *context, *SETTLED),
     ]

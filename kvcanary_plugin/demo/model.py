@@ -59,3 +59,15 @@ def make_model(folder: Path, shape: Shape = TINY) -> Path:
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     return folder
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Give a model of :func:`make_model` words, which the OpenAI API needs: token 7 is the word ``t7``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2")  # type: ignore[no-untyped-call]
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -24,7 +24,6 @@ CPU_FLAGS = (
     "--sampling-backend=pytorch",
     "--grammar-backend=none",
     "--mem-fraction-static=0.1",
-    "--skip-tokenizer-init",
 )
 START_TIMEOUT_S = 240.0
 
@@ -46,7 +45,7 @@ class Server:
     """One SGLang server process on 127.0.0.1; a context manager.
 
     Args:
-        model: folder of the model.
+        model: folder of the model; without a tokenizer the server takes token ids only.
         flags: more flags for SGLang, ours among them.
         log: file that takes its output.
         environment: more variables.
@@ -65,10 +64,11 @@ class Server:
         self.port = free_port()
         self.log = log
         base = {name: value for name, value in os.environ.items() if not name.startswith("KVCANARY")}
+        own = () if (model / "tokenizer.json").exists() else ("--skip-tokenizer-init",)
         command = [sys.executable, "-m", launcher, f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}"]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, *CPU_FLAGS, *flags],
+                [*command, *CPU_FLAGS, *own, *flags],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # Threads of one operation that wait for each other on two busy cores cost more than they bring.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+import shlex
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -14,9 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..report.collector import summarise
+from ..report.decoding import decode_fields
+from ..report.drill import is_consequence, is_hit
+from ..report.events import Injected, read_violation
 from ..report.jsonl import read_events
-from ..report.text import render_block
-from ..runtime.violation import Violation, Writer
+from ..report.page import write_page
+from ..report.text import describe, render_block
 from . import saboteur
 from .model import VOCABULARY, make_model
 from .server import Server
@@ -56,8 +61,10 @@ class Outcome:
     @property
     def is_found(self) -> bool:
         """Every damaged slot was reported by the check that must report it; for a store skipped, every request."""
-        if not self.injected["slots"]:
+        if not self.injected["slots"] and "requests" in self.injected:
             return {violation["request"] for violation in self.found} == set(self.injected["requests"])
+        if not self.injected["slots"]:
+            return bool(self.found)
         return {violation["slot"] for violation in self.found} == set(self.injected["slots"])
 
     @property
@@ -86,35 +93,19 @@ class Outcome:
 def match_outcomes(events: list[dict[str, Any]]) -> tuple[list[Outcome], list[dict[str, Any]]]:
     """Pair injected faults with the violations they caused; also returns the violations nobody caused.
 
-    What damages a row concerns several checks: where one has to report it, others may say so as well, of the same slots
-    or requests and in the same forward or the next.
+    What another check says of a fault is left out, see :func:`~kvcanary_plugin.report.drill.is_consequence`.
     """
-    violations = [event for event in events if event["event"] == "violation"]
+    unexplained = [(event, read_violation(event).violation) for event in events if event["event"] == "violation"]
     outcomes = []
-    for injected in (event for event in events if event["event"] == "injected"):
-        found = [violation for violation in violations if _is_hit(injected, violation)]
-        violations = [
-            violation for violation in violations if violation not in found and not _follows(injected, violation)
+    for event in (event for event in events if event["event"] == "injected"):
+        injected = decode_fields(Injected, event)
+        outcomes.append(Outcome(event, [told for told, violation in unexplained if is_hit(injected, violation)]))
+        unexplained = [
+            (told, violation)
+            for told, violation in unexplained
+            if not is_hit(injected, violation) and not is_consequence(injected, violation)
         ]
-        outcomes.append(Outcome(injected, found))
-    return outcomes, violations
-
-
-def _is_hit(injected: dict[str, Any], violation: dict[str, Any]) -> bool:
-    if violation["check"] != injected["check"] or violation["step"] < injected["step"]:
-        return False
-    if injected["slots"]:
-        return violation["slot"] in injected["slots"]
-    place = injected["layer"], injected["half"]
-    return (violation["layer"], violation["half"]) == place and violation["request"] in injected["requests"]
-
-
-def _follows(injected: dict[str, Any], violation: dict[str, Any]) -> bool:
-    if violation["check"] not in ("chain", "ownership") or injected["check"] not in ("chain", "ownership"):
-        return False
-    who = {injected.get("request"), injected.get("other")} - {None}
-    is_near = 0 <= violation["step"] - injected["step"] <= 1
-    return is_near and (violation["slot"] in injected["slots"] or violation["request"] in who)
+    return outcomes, [told for told, _ in unexplained]
 
 
 def run_demo(console: Console) -> int:
@@ -124,7 +115,9 @@ def run_demo(console: Console) -> int:
         console.print("Making a tiny Llama of random weights ...", highlight=False)
         model = make_model(work / "model")
         show_silent_damage(console, model, work)
-        return hunt_faults(console, model, work)
+        code = hunt_faults(console, model, work)
+        offer_report(console, work / "events.jsonl")
+        return code
 
 
 def show_silent_damage(console: Console, model: Path, work: Path) -> None:
@@ -191,6 +184,16 @@ def hunt_faults(console: Console, model: Path, work: Path) -> int:
     return 0 if good else 1
 
 
+def offer_report(console: Console, log: Path) -> None:
+    """Keep the log, write the same as a page, and say where both are and how to see it as text."""
+    kept = Path(tempfile.mkdtemp(prefix="kvcanary-demo-report-"))
+    log, page = Path(shutil.copy(log, kept)), kept / "report.html"
+    write_page(summarise([log]), page, top=0)
+    console.print(f"\nThe same as a page: {page}", highlight=False, markup=False, soft_wrap=True)
+    command = shlex.join(["kvcanary", "report", str(log)])
+    console.print(f"The same as text:   {command}", highlight=False, markup=False, soft_wrap=True)
+
+
 def _progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -205,12 +208,8 @@ def _progress(console: Console) -> Progress:
 
 def _render_event(event: dict[str, Any]) -> str:
     if event["event"] == "violation":
-        names = {field.name for field in dataclasses.fields(Violation)}
-        fields = {name: value for name, value in event.items() if name in names}
-        for name in ("stored_hash", "expected_hash"):
-            fields[name] = int(fields[name], 16) if fields[name] is not None else None
-        fields["writer"] = Writer(**fields["writer"]) if fields["writer"] else None
-        return render_block(Violation(**fields))
+        found = read_violation(event)
+        return render_block(describe(found.violation, (found.cause or "", found.evidence)))
     shown = ("fault", "step", "layer", "half", "bit", "slots", "positions", "bound_forwards")
     return "injected " + ", ".join(f"{name}={event[name]}" for name in shown if name in event)
 

@@ -13,6 +13,8 @@ from ..errors import ConfigError
 from ..report.reporter import Reporter
 from ..report.text import quote
 from . import library
+from .library import Fault
+from .order import ORDER_FAULTS
 from .ownership import OWNERSHIP_FAULTS
 
 if TYPE_CHECKING:
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvcanary")
 
-FAULTS = library.FAULTS | OWNERSHIP_FAULTS
-FOUND_BY = library.FOUND_BY | dict.fromkeys(OWNERSHIP_FAULTS, "ownership")
+BEFORE_FORWARD = library.FAULTS | OWNERSHIP_FAULTS
+FAULTS = BEFORE_FORWARD | ORDER_FAULTS
+FOUND_BY = library.FOUND_BY | dict.fromkeys(OWNERSHIP_FAULTS, "ownership") | dict.fromkeys(ORDER_FAULTS, "order")
 OPTIONS = ("layer", "half", "bit", "seed")
 
 
@@ -41,6 +44,7 @@ class Injector:
 
     def __init__(self, planned: list[Planned]) -> None:
         self._planned = planned
+        self._waits: list[Callable[[], None]] = []
         self._restores: list[Callable[[], None]] = []
         self._strikes: list[Callable[[], None]] = []
 
@@ -87,8 +91,8 @@ class Injector:
             check = FOUND_BY.get(planned.name, "chain")
             if check not in checks or (check in BYTE_CHECKS and not table.sources):
                 raise ConfigError(
-                    f"kvcanary: --kvcanary-inject {planned.name}: the check that finds it, {check}, is off; "
-                    "turn it on or leave the fault out"
+                    f"kvcanary: --kvcanary-inject {planned.name}: the check that finds it, {check}, is off or cannot "
+                    "be in this server; turn it on or leave the fault out"
                 )
             layers = sorted({layer for layer, _ in table.names})
             layer = planned.options.get("layer")
@@ -108,18 +112,38 @@ class Injector:
                     f"kvcanary: --kvcanary-inject {planned.name}: bit={bit}; a row has bits 0 to {bits - 1}"
                 )
 
+    def at_launch(self, guard: Guard, step: Step, reporter: Reporter) -> None:
+        """The scheduler launches a batch: inject the next fault if it is one in the order of streams."""
+        self._end_waits()
+        self._inject(ORDER_FAULTS, self._waits, guard, step, reporter)
+
     def before_forward(self, guard: Guard, step: Step, reporter: Reporter) -> None:
         """Inject the next fault if its time has come and the batch suits it."""
-        if not self._planned or step.number < self._planned[0].forward:
+        self._end_waits()
+        self._inject(BEFORE_FORWARD, self._restores, guard, step, reporter)
+
+    def _end_waits(self) -> None:
+        while self._waits:
+            self._waits.pop()()
+
+    def _inject(
+        self,
+        faults: dict[str, Fault],
+        restores: list[Callable[[], None]],
+        guard: Guard,
+        step: Step,
+        reporter: Reporter,
+    ) -> None:
+        if not self._planned or step.number < self._planned[0].forward or self._planned[0].name not in faults:
             return
         planned = self._planned[0]
         rng = random.Random(planned.options.get("seed", f"{planned.name}@{planned.forward}"))
-        done = FAULTS[planned.name](guard, step, rng, planned.options)
+        done = faults[planned.name](guard, step, rng, planned.options)
         if done is None:
             return
         del self._planned[0]
         if done.restore is not None:
-            self._restores.append(done.restore)
+            restores.append(done.restore)
         if done.strike is not None:
             self._strikes.append(done.strike)
         bound = 0 if done.check != "content" or guard.scrubber is None else guard.scrubber.period_forwards

@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..kernels import record as r
+from ..kernels.mixing import as_int64
 from ..kernels.poison_reference import poison_slots
 
 if TYPE_CHECKING:
@@ -146,8 +148,28 @@ def skip_store(guard: Guard, step: Step, rng: random.Random, options: dict[str, 
     return Injected("presence", (), (), {"layer": layer, "half": half, "requests": requests}, strike=strike)
 
 
+def other_adapter(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Make the prefix of a running request look as if it was made with another LoRA adapter, for one forward."""
+    index = _pick_request(step, rng, at_least=1)
+    if index is None:
+        return None
+    request, truth = step.requests[index], guard.truth
+    salt = getattr(request, "cache_salt", None)
+    other = SimpleNamespace(extra_key=request.extra_key, lora_id="drill", cache_salt=salt)
+    shift = as_int64(truth.identities.anchor_of(other) - truth.anchor_of(request))
+    slots = guard.pool.req_to_token[step.rows[index], : step.prefix_lens[index]].long()
+    chains = guard.records.hot[:, r.CHAIN]
+    chains[slots] += shift
+
+    def restore() -> None:
+        chains[slots] -= shift
+
+    return Injected("identity", (int(slots[0]),), (0,), {"request": request.rid}, restore)
+
+
 FAULTS: dict[str, Fault] = {
-    fault.__name__: fault for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot, skip_store)
+    fault.__name__: fault
+    for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot, skip_store, other_adapter)
 }
 
 # The check that finds a fault, where that is not chain.
@@ -156,6 +178,7 @@ FOUND_BY = {
     "flip_cached": "content",
     "overwrite_slot": "content",
     "skip_store": "presence",
+    "other_adapter": "identity",
 }
 
 

@@ -18,6 +18,7 @@ from . import (
     ledger_numpy,
     ledger_reference,
     map_reference,
+    order_reference,
     plan_numpy,
     plan_reference,
     poison_numpy,
@@ -60,6 +61,7 @@ class Backend:
     poison_slots: Callable[..., None]
     map_slots: Callable[..., None]
     group_slots: Callable[..., None]
+    check_order: Callable[..., None]
 
 
 REFERENCE = Backend(
@@ -83,6 +85,7 @@ REFERENCE = Backend(
     poison_slots=poison_reference.poison_slots,
     map_slots=map_reference.map_slots,
     group_slots=map_reference.group_slots,
+    check_order=order_reference.check_order,
 )
 
 
@@ -117,6 +120,7 @@ def load_triton() -> Backend:
         fold_triton,
         ledger_triton,
         map_triton,
+        order_triton,
         plan_triton,
         poison_triton,
         scatter_triton,
@@ -147,6 +151,7 @@ def load_triton() -> Backend:
         poison_slots=poison_triton.poison_slots,
         map_slots=map_triton.map_slots,
         group_slots=map_triton.group_slots,
+        check_order=order_triton.check_order,
     )
 
 

@@ -87,3 +87,15 @@ def make_keys(source_count: int, word_count: int, device: torch.device | str) ->
     b = np.arange(source_count, dtype=np.uint64)[:, None] << np.uint64(32)
     keys = mix_array(np.uint64(SEED) + b + np.arange(word_count, dtype=np.uint64)[None, :])
     return torch.from_numpy(keys.view(np.int64)).to(device)
+
+
+def locate_source(digest: int, locator: int, found_digest: int, found_locator: int, source_count: int) -> int | None:
+    """Index of the one source whose bytes changed, or None if several did. Arguments are 64-bit words of either sign.
+
+    The sum of one source enters the locator ``2b + 1`` times, so for a single damaged source b the locator moved by
+    ``2b + 1`` times what the digest moved. Searching is needed: half of all differences are even and have no inverse.
+    """
+    moved = found_digest - digest
+    target = as_int64(found_locator - locator)
+    candidates = [b for b in range(source_count) if as_int64(moved * (2 * b + 1)) == target]
+    return candidates[0] if len(candidates) == 1 else None

@@ -57,6 +57,15 @@ class Kind(IntEnum):
     TRIMMED_SLOT = 43  # the row names a slot within the window whose window part was freed
     DELTA_RANGE = 44  # the allocator or the tree handled a slot outside the pool
 
+    # Order; see order_reference.py for the columns. One for each ticket.
+    UNORDERED_FORWARD = 64  # the forward ahead of this one had not ended
+    UNORDERED_BATCH = 65  # the scheduler's stream had not come to this forward yet
+
+
+def is_ownership(kind: int) -> bool:
+    """Whether a row of this kind has the columns of the ledger."""
+    return Kind.DOUBLE_ALLOC <= kind < Kind.UNORDERED_FORWARD
+
 
 class Header(IntEnum):
     """What stands in front of the fields that the host sends with a forward, one int64 each."""
@@ -67,6 +76,8 @@ class Header(IntEnum):
     INPUT_IDS = 3  # where the forward's own tensors lie
     OUT_CACHE_LOC = 4
     REQ_POOL_INDICES = 5
+    FORWARD_DUE = 6  # steps that both writers of tickets must have come to
+    BATCH_DUE = 7
     SCRUB_STARTS = 8  # first slot of the rotating pass, one word for each slot space
 
 

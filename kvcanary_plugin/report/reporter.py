@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..runtime.violation import Violation
 from .jsonl import EventLog
 from .text import render_line
 
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
 logger = logging.getLogger("kvcanary")
 
 MAX_REMEMBERED = 65536
 MAX_REPORTED_A_STEP = 32
+DEVICE = "device"
+UNLISTED = "unlisted"
 
 
 class Reporter:
@@ -23,12 +29,15 @@ class Reporter:
         first: the first violation ever reported, None before that.
         counts: violations by check, repeats included.
         is_quiet: violations are counted and not listed, because there are too many.
+        metrics: told of every violation at once; None where metrics are not exported.
     """
 
     def __init__(self, event_log: EventLog | None = None) -> None:
         self.first: Violation | None = None
         self.counts: Counter[str] = Counter()
         self.is_quiet = False
+        self.metrics: Metrics | None = None
+        self._counting = threading.Lock()  # the storage tier counts from I/O threads
         self._log = event_log
         self._seen: Counter[tuple[Any, ...]] = Counter()
 
@@ -36,7 +45,7 @@ class Reporter:
         """Log what was not reported before. Returns the new ones."""
         fresh, repeated = [], []
         for violation in violations:
-            self.counts[violation.check] += 1
+            self.count(violation.check, violation.tier, violation.pool)
             seen = self._seen[violation.key] = self._seen[violation.key] + 1
             if seen == 1:
                 fresh.append(violation)
@@ -57,9 +66,16 @@ class Reporter:
             self._seen.clear()
         return fresh
 
+    def count(self, check: str, tier: str, pool: str, number: int = 1) -> None:
+        """Count violations, repeats included. May be called from any thread."""
+        with self._counting:
+            self.counts[check] += number
+            if self.metrics is not None:
+                self.metrics.count_violations(check, tier, pool, number)
+
     def count_unlisted(self, count: int, step: int) -> None:
         """Violations the device counted but had no room to describe."""
-        self.counts["unlisted"] += count
+        self.count(UNLISTED, DEVICE, "", count)  # of whichever pool
         if self.is_quiet:
             return
         logger.error("kvcanary: step %d had %d more violations than the device buffer describes", step, count)

@@ -41,6 +41,11 @@ class Fields:
         return self.header[Header.STEP : Header.STEP + 1]
 
     @property
+    def due(self) -> torch.Tensor:
+        """Steps that the writers of tickets must have come to, (2,)."""
+        return self.header[Header.FORWARD_DUE : Header.BATCH_DUE + 1]
+
+    @property
     def scrub_starts(self) -> tuple[torch.Tensor, ...]:
         """First slot of the rotating pass of each space, (1,)."""
         return tuple(self.header[place : place + 1] for place in range(Header.SCRUB_STARTS, HEADER_WORDS))

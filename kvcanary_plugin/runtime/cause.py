@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .violation import Violation
 
+TO_HOST = "L1 device -> L2 host, or in L2 host"
+TO_DEVICE = "L2 host -> L1 device"
+ROUND_TRIP = "L1 device -> L2 host -> L1 device"
+
 _BY_KIND = {
     "row_range": "the scheduler or a kernel wrote garbage into the batch: the row does not exist",
     "slot_range": "the row was overwritten with garbage, or was never filled at this position",
@@ -24,6 +28,10 @@ _BY_KIND = {
     "free_in_use": "a release that counts too many tokens, or came too early",
     "free_in_tree": "a request freed what it had already handed to the prefix cache",
     "free_in_flight": "a slot was freed while a transfer still used it",
+    "host_free_in_flight": "host memory was given back while it was still being read or written",
+    "host_double_free": "two paths free the same host slots",
+    "host_slot_free": "a node of the prefix cache names host slots that it has given back",
+    "host_slot_empty": "a node of the prefix cache names host slots that were never filled, or were given out anew",
     "insert_not_owned": "the prefix cache took slots that were freed or belong to somebody else",
     "write_not_owned": "the forward stores by a stale allocation, or a dummy batch stores for real",
     "write_twice": "the batch was built with the same slot twice",
@@ -31,6 +39,8 @@ _BY_KIND = {
     "freed_slot": "the row kept an entry of a slot that was freed",
     "quarantined_slot": "a slot was handed on that had been taken out of circulation",
     "trimmed_slot": "the part of a slot that the window still needs was freed too early",
+    "unordered_forward": "forwards were launched on several streams without a wait between them",
+    "unordered_batch": "the wait of the forward's stream for the scheduler's was dropped",
     "delta_range": "the allocator or the prefix cache handled a slot id that does not exist",
 }
 
@@ -42,7 +52,7 @@ def guess_cause(violation: Violation) -> tuple[str, tuple[str, ...]]:
     if violation.kind in ("position", "link"):
         return _foreign(violation)
     if violation.kind == "content":
-        return _content(violation)
+        return _content(violation) if violation.hop is None else _travelled(violation)
     return _BY_KIND.get(violation.kind, "not known"), violation.evidence
 
 
@@ -68,6 +78,15 @@ def _foreign(violation: Violation) -> tuple[str, tuple[str, ...]]:
         f"it holds position {violation.stored_position} of another request, stored in step {writer.step}",
         *violation.evidence,
     )
+
+
+def _travelled(violation: Violation) -> tuple[str, tuple[str, ...]]:
+    cause = {
+        TO_DEVICE: "the copy to the device was not complete, went to the wrong slot, or was overtaken by another store",
+        TO_HOST: "the row was copied before it was complete, or host memory was overwritten",
+    }.get(violation.hop or "", "the row was changed in host memory, or on the way there or back")
+    where = () if violation.layer is None else (f"only {violation.half} of layer {violation.layer} differs",)
+    return cause, (f"it came from host slot {violation.host_slot}", *where, *violation.evidence)
 
 
 def _content(violation: Violation) -> tuple[str, tuple[str, ...]]:

@@ -25,6 +25,10 @@ class Copies:
         self._spaces = spaces
         self._records = WeakTensorKeyDictionary()
 
+    def clear(self) -> None:
+        """None of the copies will come back, or nobody knows with what."""
+        self._records.clear()
+
     def note_copied(self, slots: torch.Tensor, copy: object) -> None:
         """The rows of main slots (n,) were copied out as ``copy``, in which SGLang keeps tensors."""
         key = find_tensor(copy)

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..kernels import record as r
-from ..kernels.mixing import POSITION_SHIFT
+from ..kernels.mixing import POSITION_SHIFT, locate_source
 from ..kernels.poison_reference import FIRST, LAST, edges_of
 from ..pool_patcher.spaces import SlotSpace, StateSpace
 from .ownership import Finding
 from .step import Step
+from .transfers import LOADED
 from .truth import Request, TruthTable, tokens_between, true_chains
-from .violation import CHECK_OF_KIND, Violation, Writer, locate_source
+from .violation import CHECK_OF_KIND, Violation, Writer
 
 _U64 = (1 << 64) - 1
 _HISTORY_PER_ROW = 16
@@ -77,6 +78,9 @@ class Diagnosis:
             if kind is r.Kind.NOT_STORED:
                 violations.append(self._presence(step, row))
                 continue
+            if kind in (r.Kind.UNORDERED_FORWARD, r.Kind.UNORDERED_BATCH):
+                violations.append(self._order(step, kind, row))
+                continue
             if kind is r.Kind.END_POINT and any(index == request for request, _ in named):
                 continue
             if kind in (r.Kind.LINK, r.Kind.END_POINT) and index not in chains:
@@ -93,6 +97,19 @@ class Diagnosis:
             named.add((index, position))
             violations.append(violation)
         return violations
+
+    def _order(self, step: Step, kind: r.Kind, row: Sequence[int]) -> Violation:
+        due, found = row[r.ROW_CHAIN], row[r.ROW_DIGEST]
+        return Violation(
+            check="order",
+            kind=kind.name.lower(),
+            pool=self.pool_name,
+            rank=self._rank,
+            step=step.number,
+            phase="read",
+            slot=-1,
+            evidence=(f"step {due} was due on the device, and it had come to step {found}",),
+        )
 
     def ownership(self, finding: Finding) -> Violation:
         """A violation of ownership, which explains itself."""
@@ -190,7 +207,7 @@ class Diagnosis:
             pool=self.pool_name,
             rank=self._rank,
             step=step.number,
-            phase="scrub" if index < 0 else "start",
+            phase={LOADED: "load", -1: "scrub"}.get(index, "start"),
             slot=row[r.ROW_SLOT],
             page=self._page_of(row[r.ROW_SLOT]),
             position=row[r.ROW_POSITION],

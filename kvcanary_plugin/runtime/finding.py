@@ -73,13 +73,15 @@ class Finder:
 
     def __init__(self, guard: Guard) -> None:
         self._pool = guard.pool
+        self._spaces = {guard.name_of(space): space for space in guard.spaces}
         self._records = guard.records
         self._truth = guard.truth
 
     def find(self, violation: Violation, request: Request | None) -> Finding:
         """What follows from ``violation``, which names ``request`` if it names one. May wait for the device."""
         check = CHECKS.index(violation.check)
-        slot = violation.slot if violation.pool == self._pool.name else -1
+        space = self._spaces.get(violation.pool)
+        slot = -1 if space is None else space.main_slot_of(violation.slot)
         if not self._records.first_slot <= slot < self._pool.slot_count:
             slot = -1
         flags, point = 0, None
@@ -92,7 +94,7 @@ class Finder:
             point = self._point_in(slot, violation.stored_position)
             if point is None:
                 flags &= ~_SPOILED  # freed or written anew since: nobody reads what was damaged
-        else:
+        elif violation.tier == "device":  # what is wrong in host memory is found again where it is loaded
             flags |= _EVERYWHERE
         if point is None:
             return Finding(slot, -1, 0, flags, check)
@@ -118,7 +120,8 @@ def describe(violation: Violation) -> str:
     place = [f"check {violation.check}"]
     if violation.layer is not None:
         place.append(f"layer {violation.layer} {violation.half}")
-    place.append(f"slot {violation.slot}")
+    if violation.slot >= 0:
+        place.append(f"slot {violation.slot}")
     if violation.position is not None:
         place.append(f"position {violation.position}")
     return ", ".join(place)

@@ -7,7 +7,7 @@ already be changing, so :meth:`after` uses private copies only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,21 @@ from ..report.reporter import Reporter
 from .batch import BatchBuffers
 from .copies import Copies
 from .diagnosis import RowHistory
-from .heartbeat import Heartbeat
+from .figures import Figures, Sweep
 from .idle import IdlePass
 from .images import NO_MARKS, locate_marks
 from .judge import Judge, Policy
 from .launches import MAX_CAPTURED_REQUESTS, CapturedDecode, Launches
 from .ledger import Ledger
+from .order import Order
 from .scrubber import Scrubber
+from .settings import Settings
 from .space import Space
 from .state import StateWatch
 from .step import MAX_IN_FLIGHT, Step
+from .transfers import Transfers
 from .truth import Request, TruthTable
+from .violation import Violation
 from .weights import WeightUpdates
 
 
@@ -46,7 +50,10 @@ class Guard:
         ledger: who owns which slot, None where that is not checked.
         truth: the true prefix hashes.
         forwards: forwards guarded so far; the number of the latest step.
-        heartbeat: what was done so far.
+        verified, stored: see :class:`Figures`.
+        rank: of this process, for reports.
+        transfers: to host memory and back, None where there are none.
+        settings: what of it can be changed while it runs.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Guard:
         self.pool = pool
         self.config = config
         self.forwards = 0
+        self.rank = rank
         self.truth = TruthTable(pool.req_to_token.shape[0], pool.fingerprint)
         self._reporter = reporter
         self._on_host = device.type == "cpu"
@@ -97,16 +105,33 @@ class Guard:
             self.truth, self.records, reporter, self._judge.diagnosis, is_strict=config.has_strict_weights
         )
         self._copies = Copies(self.spaces)
-        self.heartbeat = Heartbeat(reporter)
+        self._backend = backend
+        self.transfers: Transfers | None = None
+        self._late: list[tuple[Space, torch.Tensor, int]] = []
+        self.verified = self.stored = 0
         self._idle = IdlePass(backend, self.spaces, device)
         self._batch = BatchBuffers(device, len(pool.companions))
-        self._launches = Launches(backend, self.spaces, self.ledger, rows_tell="chain" in config.checks)
+        self._order: Order | None = None
+        if "order" in config.checks and Order.is_needed(device):
+            self._order = Order(backend, device)
+        self._launches = Launches(backend, self.spaces, self.ledger, self._order, rows_tell="chain" in config.checks)
         self._captured = (
             CapturedDecode(self._launches, device, len(pool.companions)) if CapturedDecode.serves(device) else None
         )
+        self.settings = Settings(
+            config,
+            self.spaces,
+            self.ledger,
+            self._order,
+            self._judge,
+            self._launches,
+            self._captured,
+            self._idle,
+            on_host=self._on_host,
+        )
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
-            self.injector.check_against(pool.table, config.checks)
+            self.injector.check_against(pool.table, self.settings.possible)
 
     @property
     def policy(self) -> Policy | None:
@@ -118,19 +143,20 @@ class Guard:
         self._judge.policy = policy
 
     @property
+    def stream(self) -> Any:
+        """Where forwards are enqueued; None before the first one, and on a CPU."""
+        return self._stream
+
+    @property
     def checks(self) -> tuple[str, ...]:
-        """The checks in force: those that were asked for and that this pool allows."""
-        missing = {
-            "content": self.scrubber is None,
-            "presence": all(space.presence is None for space in self.spaces),
-            "ownership": self.ledger is None,
-        }
-        return tuple(check for check in self.config.checks if not missing.get(check, False))
+        """The checks in force."""
+        return self.settings.checks
 
     @property
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool."""
-        watched: list[Any] = [*self.spaces, *self.states, *filter(None, [self.ledger])]
+        host = None if self.transfers is None else self.transfers.host
+        watched: list[Any] = [*self.spaces, *self.states, *filter(None, [self.ledger, self._order, host])]
         return sum(each.resident_bytes for each in watched)
 
     @property
@@ -142,6 +168,25 @@ class Guard:
     def scrubber(self) -> Scrubber | None:
         """Rotating pass of the main space, None where content is not checked."""
         return self.spaces[0].scrubber
+
+    def conclude(self) -> None:
+        """Read the verdict of every forward under way. Waits for the device.
+
+        Raises:
+            CorruptionError: something is damaged and the mode is ``raise``.
+        """
+        while self._launched:
+            self._read(self._launched.popleft()[1])
+
+    def reset(self) -> None:
+        """Start over with a pool that holds nothing, after a time in which nobody looked."""
+        self._announced = self._running = None
+        self._copies.clear()
+        if self.transfers is not None:
+            self.transfers.clear()
+        self.release_all()
+        if self.ledger is not None:
+            self.ledger.note_flush()
 
     def announce(
         self, requests: Sequence[Request], rows: Sequence[int], prefix_lens: Sequence[int], write_lens: Sequence[int]
@@ -156,15 +201,14 @@ class Guard:
         """
         self.forwards += 1
         step = self._steps[self.forwards % MAX_IN_FLIGHT]
-        if step.is_open:
-            self._judge.judge(step)
+        self._read(step)
         step.number = self.forwards
         # A copy, because SGLang extends its list in place.
         step.requests, step.rows, step.prefix_lens = list(requests), rows, prefix_lens
         step.verify_total, step.write_total, step.started = sum(prefix_lens), sum(write_lens), ()
         step.marks, step.found = NO_MARKS, []
-        self.heartbeat.verified += step.verify_total
-        self.heartbeat.stored += step.write_total
+        self.verified += step.verify_total
+        self.stored += step.write_total
         # Every request stores at least one token.
         step.is_decode = 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None
         if step.is_decode and self._captured is not None:
@@ -180,7 +224,13 @@ class Guard:
         owners = None
         if self.ledger is not None:
             owners = self.ledger.seat(step.number, step.requests, truth.rows, step.started)
-        step.open(batch).fill(step.number, truth, write_lens, owners, is_decode=step.is_decode)
+        host = step.open(batch)
+        host.fill(step.number, truth, write_lens, owners, is_decode=step.is_decode)
+        if self.injector is not None:
+            self.injector.at_launch(self, step, self._reporter)
+        if self._order is not None:
+            self._order.demand(host, step.number)
+            self._order.note_batch(step.number)
         self._announced = step
 
     def before(
@@ -202,6 +252,8 @@ class Guard:
         if self.injector is not None:
             self.injector.before_forward(self, step, self._reporter)
         self._apply_changes(step.number)
+        if self.transfers is not None:
+            step.found += self.transfers.take_found()
         bs, written = len(step.requests), step.write_total
         if input_ids is None or input_ids.shape[0] != written or out_cache_loc.shape[0] != written:
             raise GuardError(
@@ -213,9 +265,10 @@ class Guard:
         self._running = step
         for space in self.spaces:
             if space.scrubber is not None:
-                step.scrubs[space.index] = space.scrubber.next_range()
-                self.heartbeat.folded += step.scrubs[space.index][1]
+                step.scrubs[space.index] = space.scrubber.next_range() if space.folds else (0, 0)
                 host.set_scrub(space.index, step.scrubs[space.index][0])
+        if self.settings.audit is not None:
+            self.settings.audit.note_enqueued(step.number)
         inputs = input_ids.contiguous(), out_cache_loc.contiguous(), req_pool_indices[:bs].contiguous()
         if not self._on_host:
             host.set_inputs(*inputs)
@@ -233,7 +286,8 @@ class Guard:
             state.compare(step)
         for index in step.started:
             for space in self.spaces:
-                space.check_prefix(step.rows[index], step.prefix_lens[index], index)
+                if space.folds:
+                    self._check_prefix(space, step, index)
         step.is_timed = bs > 0 and any(scrubber.wants_timing for scrubber in self._scrubbers)
         step.note_begin()
 
@@ -245,14 +299,18 @@ class Guard:
         step.note_end()
         if self.injector is not None:
             self.injector.behind_forward()
+        if self.transfers is not None:
+            self._land(self.transfers, step.number)
         for space in self.spaces:
-            if space.presence is not None and space.presence.is_learning:
+            if space.poisons and space.presence is not None and space.presence.is_learning:
                 space.presence.observe(step.batch.slots_of(space.index))
         counts = [count for _, count in step.scrubs]
         if step.is_decode and self._captured is not None:
             self._captured.conclude(step.batch, counts)
         else:
             self._launches.conclude(step.batch, step.number, [start for start, _ in step.scrubs], counts)
+        if self._order is not None:
+            self._order.note_concluded(step.number)
         for state in self.states:
             state.remember(step)
             state.drain(step.batch)
@@ -274,13 +332,18 @@ class Guard:
         """
         if not any(known is result for known, _ in self._launched):
             return
-        self.heartbeat.beat(self._describe)
         while self._launched:
             known, step = self._launched.popleft()
-            if step.is_open:
-                self._judge.judge(step)
+            self._read(step)
             if known is result:
                 return
+
+    def _read(self, step: Step) -> None:
+        if not step.is_open:
+            return
+        self._judge.judge(step)
+        if self.settings.audit is not None:
+            self.settings.audit.note_judged(step.number, self._reporter.counts)
 
     def idle(self) -> None:
         """The server has nothing to do: fold on at full pace. Waits for the device.
@@ -290,10 +353,10 @@ class Guard:
         """
         if self._launched or self._announced is not None or self._running is not None:
             return  # a forward is under way after all
-        self.heartbeat.beat(self._describe)
-        self.heartbeat.folded += self._idle.run(
-            self._stream, self.forwards, lambda: self._apply_changes(self.forwards), self._judge.judge
-        )
+        self._idle.run(self._stream, self.forwards, self._prepare_idle, self._judge.judge)
+        if self.settings.audit is not None:
+            self.settings.audit.note_enqueued(self.forwards)
+            self.settings.audit.note_judged(self.forwards, self._reporter.counts)
 
     def release(self, slots: torch.Tensor | None, allocator: object = None) -> None:
         """Slots were given back to an allocator, by default that of the main space; None means all of them."""
@@ -323,25 +386,77 @@ class Guard:
         if allocator is self.pool.allocator:
             self._copies.note_loaded(slots, copy)
 
+    def open_host(self, host_pool: Any, has_storage: Callable[[], bool]) -> None:
+        """Rows of the guarded pool go to and come from ``host_pool`` from now on, SGLang's.
+
+        Args:
+            host_pool: has ``size`` slots, numbered from 0, none of them given out.
+            has_storage: whether something else than the guarded pool may fill them.
+
+        Raises:
+            GuardError: the pool has other spaces or states, whose rows travel by ways of their own.
+        """
+        if len(self.spaces) > 1 or self.states:
+            raise GuardError(
+                f'pool "{self.pool.name}" has more than one space, so its way to host memory is not covered'
+            )
+
+        def describe(kind: str, slot: int, request: str | None) -> Violation:
+            name = f"{self.pool.name}/host"
+            return Violation(
+                "ownership", kind, name, self.rank, self.forwards + 1, "host", slot, request=request, tier="host"
+            )
+
+        self.transfers = self._judge.transfers = Transfers(
+            self.spaces[0], self.ledger, self.truth, self._backend, host_pool, has_storage, describe
+        )
+
     def replace_weights(self, version: str) -> None:
         """See :meth:`WeightUpdates.replace`."""
         self._weights.replace(version, is_flushed=self.spaces[0].is_flushed)
 
-    def _describe(self) -> dict[str, Any]:
-        """What a heartbeat says of the guard, the rotating pass of the main space in particular."""
-        scrubber = self.scrubber
-        if scrubber is None:
-            return {"state": "guarding", "forwards": self.forwards}
-        return {
-            "state": "guarding",
-            "forwards": self.forwards,
-            "passes": scrubber.passes,
-            "period_forwards": scrubber.period_forwards,
-            "period_seconds": scrubber.period_seconds,
-            "oldest_unverified_seconds": round(scrubber.oldest_age_seconds(), 3),
-        }
+    def describe(self) -> dict[str, Any]:
+        """How far it has come, as plain values."""
+        audit = self.settings.audit
+        return {**self.figures.to_dict(), "audit": None if audit is None else audit.describe()}
+
+    @property
+    def figures(self) -> Figures:
+        """What was done so far, and how far back the passes reach."""
+        sweeps = (
+            Sweep.of(space.scrubber, self.name_of(space), space.slots.table.bytes_per_slot)
+            for space in self.spaces
+            if space.scrubber is not None
+        )
+        return Figures(self.forwards, self.verified, self.stored, tuple(sweeps))
+
+    def name_of(self, space: Space) -> str:
+        """What reports call ``space``."""
+        return f"{self.pool.name}/{space.slots.name}" if space.index else self.pool.name
+
+    def _check_prefix(self, space: Space, step: Step, index: int) -> None:
+        """Fold the prefix of a request that starts: now, or behind the forward if parts of it are still coming."""
+        slots = space.slots_of_prefix(step.rows[index], step.prefix_lens[index])
+        if self.transfers is None or not self.transfers.is_loading:
+            space.check_slots(slots, index)
+        else:
+            self._late.append((space, self.transfers.hide_coming(slots), index))
+
+    def _land(self, transfers: Transfers, step: int) -> None:
+        if transfers.is_loading:
+            transfers.land(step)
+        for space, slots, index in self._late:
+            space.check_slots(slots, index)
+        self._late.clear()
+
+    def _prepare_idle(self) -> None:
+        self._apply_changes(self.forwards)
+        if self.transfers is not None:
+            self._land(self.transfers, self.forwards)
 
     def _apply_changes(self, step: int) -> None:
+        if self.transfers is not None:
+            self.transfers.poll()
         for space in self.spaces:
             space.apply_changes()
         if self.ledger is not None:

@@ -7,6 +7,7 @@ difference of the two anchors: that is how reuse across identities is told from 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ def make_anchor(fields: Sequence[tuple[str, str]]) -> int:
     parts = [f"{len(tag)}:{tag}={len(value)}:{value};" for tag, value in fields]
     # A client may send lone surrogates in a key, which strict encoding refuses.
     return xxhash.xxh3_64_intdigest("".join(parts).encode("utf-8", "surrogatepass"))
+
+
+def conceal(key: str | None) -> str:
+    """What stands for a client's key wherever it is shown: salts keep tenants apart only while nobody else has them."""
+    if not key:
+        return ""
+    return f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def compare(expected: Identity, found: Identity) -> tuple[Difference, ...]:
@@ -60,14 +68,15 @@ class Identities:
         anchor = self._anchors.get(key)
         if anchor is not None:
             return anchor
+        extra_key, adapter, salt = (part or "" for part in key)
+        lasting = (*self._fingerprint, ("weights", self.weights))
+        anchor = make_anchor((*lasting, ("extra_key", extra_key), ("lora", adapter), ("cache_salt", salt)))
         identity = (
-            *self._fingerprint,
-            ("weights", self.weights),
-            ("extra_key", key[0] or ""),
-            ("lora", key[1] or ""),
-            ("cache_salt", key[2] or ""),
+            *lasting,
+            ("extra_key", conceal(extra_key)),
+            ("lora", adapter),
+            ("cache_salt", conceal(salt)),
         )
-        anchor = make_anchor(identity)
         # Clients choose keys: remember short ones only, and forget rather than grow.
         if all(part is None or len(part) <= MAX_KEY_LENGTH for part in key):
             if len(self._anchors) >= MAX_REMEMBERED:

@@ -53,7 +53,7 @@ class IdlePass:
             self.is_woken = False
             self._rest_until = 0.0
             self._begin()
-        if not self._spaces or time.monotonic() < self._rest_until:
+        if not any(space.folds for space in self._spaces) or time.monotonic() < self._rest_until:
             return 0
         step, module = self._step, None if stream is None else torch.get_device_module(stream.device)
         step.number, step.found, step.hidden = number, [], 0
@@ -75,7 +75,7 @@ class IdlePass:
         self._left = {space.index: space.slots.slot_count for space in self._spaces}
 
     def _fold(self, space: Space) -> int:
-        if space.scrubber is None or self._left[space.index] <= 0:
+        if space.scrubber is None or not space.folds or self._left[space.index] <= 0:
             return 0
         start, count = space.scrubber.next_range(PIECE_SECONDS)
         space.scrub(start, count)

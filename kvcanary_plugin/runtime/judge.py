@@ -20,6 +20,7 @@ from .refinement import refine_chain_rows, sort_rows
 from .space import Space
 from .state import StateWatch
 from .step import Step
+from .transfers import Transfers
 from .truth import TruthTable
 from .violation import Violation
 
@@ -46,6 +47,9 @@ class Judge:
     Attributes:
         policy: what is done about violations beyond reporting them; None for nothing.
         diagnosis: that of the main space.
+        transfers: to host memory and back; None for none.
+        stops: a new violation stops the server.
+        muted: checks whose findings are dropped.
     """
 
     def __init__(
@@ -62,11 +66,13 @@ class Judge:
         rank: int,
     ) -> None:
         self.policy: Policy | None = None
+        self.transfers: Transfers | None = None
+        self.stops = config.mode == "raise"
+        self.muted: frozenset[str] = frozenset()
         self._pool = pool
         self._spaces = spaces
         self._ledger = ledger
         self._truth = truth
-        self._config = config
         self._reporter = reporter
         self._scatter = scatter
         self._on_host = pool.req_to_token.device.type == "cpu"
@@ -99,8 +105,8 @@ class Judge:
         # An idle pass has no verdict on states.
         for diagnosis, rows in zip(self._diagnoses, rows_of_spaces, strict=False):
             if diagnosis is self.diagnosis:
-                ownership = [row for row in rows if row[r.ROW_KIND] >= r.Kind.DOUBLE_ALLOC]
-                rows = [row for row in rows if row[r.ROW_KIND] < r.Kind.DOUBLE_ALLOC]
+                ownership = [row for row in rows if r.is_ownership(row[r.ROW_KIND])]
+                rows = [row for row in rows if not r.is_ownership(row[r.ROW_KIND])]
                 if ownership and self._ledger is not None:
                     findings = explain_rows(self._ledger, step, ownership, self._pool.page_size)
                     violations += [diagnosis.ownership(finding) for finding in findings]
@@ -108,16 +114,22 @@ class Judge:
                     # Only to name a place: what the rows said when they were verified decides, not what they say now.
                     rows = self._refine(step, sort_rows(rows))
             explained = diagnosis.explain(step, rows)
+            if self.transfers is not None and diagnosis is self.diagnosis:
+                explained = self.transfers.trace(explained, step)
             if self._ledger is not None and diagnosis is self.diagnosis and explained:
                 explained = attribute(self._ledger, explained, self._pool.slot_count, self._pool.page_size)
             violations += explained
+        if self.muted:
+            violations = [violation for violation in violations if violation.check not in self.muted]
+            if not violations:
+                return
         self._reporter.is_quiet = self.policy is not None and self.policy.is_degraded
         fresh = self._reporter.report(violations)
         if step.hidden:
             self._reporter.count_unlisted(step.hidden, step.number)
         if self.policy is not None:
             self.policy.judge(step, violations)
-        if fresh and self._config.mode == "raise":
+        if fresh and self.stops:
             raise CorruptionError(render_line(fresh[0]))
 
     def read_early(self, step: Step) -> None:

@@ -15,6 +15,7 @@ from ..kernels.backend import Backend
 from ..kernels.captured import CapturedLaunches
 from .batch import Batch, BatchBuffers, HostFields
 from .ledger import Ledger
+from .order import Order
 from .space import Space
 
 MAX_CAPTURED_REQUESTS = 512
@@ -26,16 +27,26 @@ Scrubs = tuple[tuple[int, int], ...]  # first slot and number of slots of the ro
 
 
 class Launches:
-    """The kernels of one guard, launched one by one."""
+    """The kernels of one guard, launched one by one.
+
+    Attributes:
+        rows_tell: every entry of the rows is looked at, so that on a CPU the ledger need not always do it.
+    """
 
     def __init__(
-        self, backend: Backend, spaces: Sequence[Space], ledger: Ledger | None = None, *, rows_tell: bool = True
+        self,
+        backend: Backend,
+        spaces: Sequence[Space],
+        ledger: Ledger | None = None,
+        order: Order | None = None,
+        *,
+        rows_tell: bool = True,
     ) -> None:
-        """``rows_tell``: every entry of the rows is looked at, so that on a CPU the ledger need not always do it."""
         self._backend = backend
         self._spaces = spaces
         self._ledger = ledger
-        self._rows_tell = rows_tell
+        self._order = order
+        self.rows_tell = rows_tell
 
     def prepare(self, batch: Batch, host: HostFields, inputs: Inputs, total: int, step: int | torch.Tensor) -> None:
         """Before the forward: take what the host knows and what the forward may change, verify what it will read,
@@ -52,6 +63,8 @@ class Launches:
             slots=batch.slots,
             rows=batch.forward_rows,
         )
+        if self._order is not None:
+            self._order.check(batch, self._spaces[0].violations)
         for space in self._spaces:
             space.find_slots(batch)
             space.verify(batch, total)
@@ -63,7 +76,7 @@ class Launches:
                 owners=batch.fields.owners,
                 total=total,
                 violations=found,
-                rows_are_sound=self._rows_tell and found.count.device.type == "cpu" and not int(found.count),
+                rows_are_sound=self.rows_tell and found.count.device.type == "cpu" and not int(found.count),
             )
         for space in self._spaces:
             space.poison(batch)
@@ -73,6 +86,8 @@ class Launches:
         for space in self._spaces:
             space.record(batch, step, starts[space.index], counts[space.index])
             space.drain(batch)
+        if self._order is not None:
+            self._order.note_forward(batch)
 
 
 class CapturedDecode:
@@ -113,6 +128,10 @@ class CapturedDecode:
             ("conclude", id(batch), *counts),
             lambda: self._launches.conclude(batch, batch.fields.step, batch.fields.scrub_starts, counts),
         )
+
+    def forget(self) -> None:
+        """What is to be launched has changed."""
+        self._graphs.clear()
 
     def _run(self, key: tuple[Any, ...], enqueue: Callable[[], None]) -> None:
         graph = self._graphs.get(key)

@@ -7,7 +7,7 @@ effect on the forward's stream, ahead of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ class Ledger:
         seats: int64 (row_count,), owner bits of the request on each row.
         tenants, history: who is who, and what was done lately.
         may_share: nobody tells which slots the radix tree holds, so requests may share any.
+        before_free: called ahead of every free, so that transfers which are over have landed by then.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Ledger:
         self.tenants = Tenants(req_to_token.shape[0])
         self.history = EventHistory(max(64, records.slot_count // _SLOTS_PER_REMEMBERED))
         self.may_share = True
+        self.before_free: Callable[[], None] | None = None
         self._allocator = allocator
         self._req_to_token = req_to_token
         self._records = records
@@ -107,6 +109,8 @@ class Ledger:
         """``slots`` were given to the allocator's ``free``. Within a group they are freed at its end only."""
         if not slots.numel():
             return
+        if self.before_free is not None:
+            self.before_free()
         if self._group is not None:
             self._group.append((self._actors[-1], slots.numel()))
         else:

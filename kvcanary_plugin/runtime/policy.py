@@ -115,6 +115,17 @@ class Quarantine:
         """There is more damage than can be reported piece by piece."""
         return self._burst.is_on
 
+    @property
+    def totals(self) -> dict[str, Any]:
+        """What is out of use since the start or the last flush, and how many requests were ended."""
+        return {
+            "state": "degraded" if self._burst.is_on else "normal",
+            "ended_total": self._ended,
+            "withheld_slots": len(self.withheld),
+            "refused_slots": self.withheld.refused,
+            "tainted_points": len(self.taints),
+        }
+
     def stop(self) -> None:
         """Look at nothing new. What is out of circulation stays so."""
         self._is_stopped = True
@@ -138,6 +149,9 @@ class Quarantine:
         """Take note of the verdict of ``step``. Nothing is done before :meth:`act`."""
         seated = dict(zip(step.rows, step.requests, strict=True))
         for violation in violations:
+            if violation.check == "order":  # all that the forward has read and stored may be wrong
+                for reader in step.requests:
+                    self._named.setdefault(id(reader), describe(violation))
             row = violation.request_row
             request = seated.get(row) if row is not None else None
             if request is None and step.number <= self._flushed_at:
@@ -286,11 +300,4 @@ class Quarantine:
             len(self.withheld),
             f", {refused} more are not because too many already are: flush or restart" if refused else "",
         )
-        totals = {
-            "state": "degraded" if self._burst.is_on else "normal",
-            "ended_total": self._ended,
-            "withheld_slots": len(self.withheld),
-            "refused_slots": refused,
-            "tainted_points": len(self.taints),
-        }
-        self._reporter.event(event, {**fields, **totals})
+        self._reporter.event(event, {**fields, **self.totals})

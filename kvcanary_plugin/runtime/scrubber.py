@@ -9,6 +9,7 @@ logger = logging.getLogger("kvcanary")
 
 FIRST_PASS_FORWARDS = 200
 CALIBRATION_FORWARDS = 64
+HURRY_SECONDS = 0.05  # what one forward may take longer while somebody waits for a whole pass
 _STRETCHES = 256
 
 
@@ -19,6 +20,7 @@ class Scrubber:
     two passes: so the period in force when a slot is damaged bounds the forwards until it is folded, in every case.
 
     Attributes:
+        slot_count: slots it goes over.
         slots_a_forward: slots folded after each forward.
         passes: times the whole pool was covered.
         seconds_a_slot: what one more slot costs, as measured at the start.
@@ -26,9 +28,12 @@ class Scrubber:
     """
 
     def __init__(self, first_slot: int, slot_count: int, budget: float, seconds_a_slot: float) -> None:
+        self.slot_count = slot_count - first_slot
         self._first_slot = first_slot
         self._slot_count = slot_count
         self._budget = budget
+        self._is_budget_new = False
+        self._hurried = 0
         self._cursor = first_slot
         self._durations: list[float] = []
         self._stretch = -(-(slot_count - first_slot) // _STRETCHES)
@@ -50,6 +55,25 @@ class Scrubber:
         """The same in seconds of short forwards back to back, None until calibrated."""
         return None if self.interval_seconds is None else self.period_forwards * self.interval_seconds
 
+    def set_budget(self, budget: float) -> None:
+        """Another share of the time of a forward, from the next pass on: only then may the period grow."""
+        self._budget = budget
+        self._is_budget_new = True
+
+    def hurry(self) -> None:
+        """Go over every slot once, from here on, as fast as serving allows."""
+        self._hurried = self.slot_count
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether such a pass is under way."""
+        return self._hurried > 0
+
+    @property
+    def folded(self) -> int:
+        """Slots gone over since the start."""
+        return self.passes * (self._slot_count - self._first_slot) + self._cursor - self._first_slot
+
     def oldest_age_seconds(self) -> float:
         """How long ago the slot was folded that has waited longest; since the start, if some never were."""
         return time.monotonic() - min(self._visited)
@@ -61,9 +85,12 @@ class Scrubber:
             seconds: where there is time, as many slots as can be folded in it, if those are more.
         """
         start = self._cursor
+        if self._hurried:
+            seconds = max(seconds, HURRY_SECONDS)
         wanted = max(self.slots_a_forward, int(seconds / self.seconds_a_slot)) if seconds else self.slots_a_forward
         count = min(wanted, self._slot_count - start)
         self._cursor += count
+        self._hurried = max(0, self._hurried - count)
         self._note_visit()
         if self._cursor >= self._slot_count:
             self._cursor = self._first_slot
@@ -91,15 +118,21 @@ class Scrubber:
         self._place = reached % _STRETCHES
 
     def _settle_rate(self) -> None:
-        if self.wants_timing:
+        if not self.wants_timing:
+            # A short forward, not the median: with a rate set for long prefills the decode steps would exceed the
+            # budget.
+            interval = sorted(self._durations)[CALIBRATION_FORWARDS // 10]
+            self._durations.clear()
+        elif self._is_budget_new and self.interval_seconds is not None:
+            interval = self.interval_seconds
+        else:
             return
-        # A short forward, not the median: with a rate set for long prefills the decode steps would exceed the budget.
-        interval = sorted(self._durations)[CALIBRATION_FORWARDS // 10]
-        self._durations.clear()
         affordable = max(1, int(self._budget * interval / self.seconds_a_slot))
         affordable = min(affordable, self._slot_count - self._first_slot)
-        if self.interval_seconds is not None and affordable <= self.slots_a_forward:
+        is_slower = self.interval_seconds is not None and affordable <= self.slots_a_forward
+        if is_slower and not self._is_budget_new:
             return
+        self._is_budget_new = False
         self.slots_a_forward = affordable
         self.interval_seconds = interval
         logger.info(

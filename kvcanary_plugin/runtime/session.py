@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,12 @@ from ..pool_patcher.adapters import adapt_model_runner
 from ..report.jsonl import EventLog
 from ..report.reporter import Reporter
 from .consensus import Consensus
+from .control import Change, Control
 from .guard import Guard
+from .heartbeat import Heartbeat
 from .ledger import Ledger
 from .policy import Levers, Quarantine
+from .transfers import Transfers
 from .truth import Request
 
 logger = logging.getLogger("kvcanary")
@@ -38,6 +42,10 @@ class Session:
         reporter: where violations go.
         guard: the guard of this process's model runner; None before pools exist, when uncovered, and after a detach.
         policy: what is done about damage; None in other modes than quarantine, and before the scheduler is ready.
+        mode: in force now, which may be changed while the server runs.
+        control: takes such changes.
+        heartbeat: says how things stand, also when the guard is gone.
+        is_paused: nobody looks: the mode is ``off``, or was, and the cache was not flushed since.
     """
 
     def __init__(self, config: Config) -> None:
@@ -45,6 +53,10 @@ class Session:
         self.reporter = Reporter(EventLog(config.log) if config.log else None)
         self.guard: Guard | None = None
         self.policy: Quarantine | None = None
+        self.mode = config.mode
+        self.control = Control(self)
+        self.is_paused = False
+        self.heartbeat = Heartbeat(self)
         self._model_runner: Any = None
         self._is_waived = False
         atexit.register(self.reporter.close)
@@ -66,14 +78,7 @@ class Session:
                 raise UncoveredError("; ".join(gaps))
             pool = adapt_model_runner(model_runner, self.config.content if self.config.reads_rows else "none")
         except UncoveredError as error:
-            if not self.config.allow_uncovered:
-                raise UncoveredError(
-                    f"kvcanary: refusing to start half-blind: {error}. Drop --kvcanary or the setting named, or pass "
-                    "--kvcanary-allow-uncovered to start without a guard"
-                ) from error
-            self._is_waived = True
-            logger.warning("kvcanary: NOT guarding this process, as allowed: %s", error)
-            self.reporter.event("uncovered", {"why": str(error)})
+            self._waive(error)
             return
         self.guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
         self._model_runner = model_runner
@@ -91,7 +96,7 @@ class Session:
             guard.resident_bytes / pool.slot_count,
             scrub,
         )
-        if left_out := [check for check in self.config.checks if check not in guard.checks]:
+        if left_out := guard.settings.missing:
             logger.warning("kvcanary: not checked, because it cannot be in this server: %s", ", ".join(left_out))
         self.reporter.event(
             "attached",
@@ -100,6 +105,7 @@ class Session:
                 "rank": rank,
                 "slots": pool.slot_count,
                 "page_size": pool.page_size,
+                "layers": 1 + max((layer for layer, _ in pool.table.names), default=-1),
                 "bytes_per_slot": bytes_per_slot,
                 "resident_bytes": guard.resident_bytes,
                 "checks": list(guard.checks),
@@ -133,9 +139,43 @@ class Session:
         self.policy = Quarantine(self.guard, self.reporter, levers, consensus, prefix_cache)
         self.guard.policy = self.policy
 
+    @property
+    def state(self) -> str:
+        """``guarding``, ``paused`` (mode off), ``waiting`` (for the cache to be flushed, after that), ``detached``,
+        ``uncovered`` or, before there is a guard, ``starting``.
+        """
+        if self.guard is not None:
+            return "guarding" if not self.is_paused else "paused" if self.mode == "off" else "waiting"
+        if self._is_waived:
+            return "uncovered"
+        return "starting" if self._model_runner is None else "detached"
+
+    def change(self, change: Change) -> None:
+        """Take over a change that :class:`Control` has looked at."""
+        self._call(lambda guard: guard.conclude())
+        guard = self.guard
+        if guard is None:
+            return  # it has just detached
+        if change.mode is not None:
+            self.mode = change.mode
+            guard.settings.set_mode(change.mode, self.policy)
+            if change.mode == "off":
+                self.is_paused = True
+        if change.checks is not None:
+            guard.settings.set_checks(change.checks)
+        if change.scrub_budget is not None:
+            guard.settings.set_scrub_budget(change.scrub_budget)
+        if change.audit:
+            guard.settings.start_audit(self.reporter.counts)
+        logger.info("kvcanary: changed while running: %s; now %s in mode %s", change, self.state, self.mode)
+        fields = {"id": change.id, "audit": change.audit, "checks": list(guard.checks)}
+        self.reporter.event(
+            "changed", {**fields, "state": self.state, "mode": self.mode, "scrub_budget": guard.settings.scrub_budget}
+        )
+
     def guards(self, model_runner: Any) -> bool:
         """Whether forwards of this runner are guarded now."""
-        return self.guard is not None and self._model_runner is model_runner
+        return self.guard is not None and not self.is_paused and self._model_runner is model_runner
 
     def announce(self, read: Callable[[Any], Announcement], batch: object) -> None:
         """See :meth:`Guard.announce`; ``read`` takes its arguments from SGLang's ``batch``."""
@@ -157,13 +197,22 @@ class Session:
         """See :meth:`Guard.settle`; then act on the verdict, which ranks do together even where one's guard is gone."""
         self._call(lambda guard: guard.settle(result))
         self._enforce(lambda policy: policy.act())
+        self.heartbeat.beat()
 
     def admit(self, request: object) -> None:
         """See :meth:`Quarantine.admit`."""
         self._enforce(lambda policy: policy.admit(request))
 
     def release(self, allocator: object, slots: torch.Tensor | None) -> None:
-        """Slots went back to ``allocator``; None means all of them."""
+        """Slots went back to ``allocator``; None means all of them: a guard that was paused may start over."""
+        guard = self.guard
+        if self.is_paused and slots is None and guard is not None:
+            if allocator is not guard.pool.allocator or self.mode == "off":
+                return
+            self.is_paused = False
+            self._call(lambda guard: guard.reset())
+            logger.info("kvcanary: the cache was flushed: guarding again in mode %s", self.mode)
+            self.reporter.event("resumed", {"mode": self.mode})
         self._call(lambda guard: guard.release(slots, allocator))
 
     def move(self, kv_cache: object, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -178,28 +227,65 @@ class Session:
         """See :meth:`Guard.note_loaded`."""
         self._call(lambda guard: guard.note_loaded(allocator, slots, copy))
 
+    def open_host(
+        self, allocator: object, host_pool: Any, has_storage: Callable[[], bool], gaps: Sequence[str]
+    ) -> None:
+        """Rows of the pool of ``allocator`` go to and come from ``host_pool``; see :meth:`Guard.open_host`.
+
+        Raises:
+            UncoveredError: there are ``gaps``, and ``--kvcanary-allow-uncovered`` was not given.
+        """
+        guard = self.guard
+        if guard is None or guard.pool.allocator is not allocator:
+            return
+        if gaps:
+            self.guard = None
+            self._waive(UncoveredError("; ".join(gaps)))
+            return
+        guard.open_host(host_pool, has_storage)
+        logger.info("kvcanary: following KV to %d slots of host memory and back", host_pool.size)
+
+    def note_transfer(self, host_pool: object, action: Callable[[Transfers, int], None]) -> None:
+        """Something happened to slots of ``host_pool``, or to rows on their way there or back.
+
+        ``action`` takes the transfers and the number of the next step.
+        """
+
+        def act(guard: Guard) -> None:
+            if guard.transfers is not None and guard.transfers.host_pool is host_pool:
+                action(guard.transfers, guard.forwards + 1)
+
+        self._call(act)
+
     def note_ownership(self, subject: object, action: Callable[[Ledger], None]) -> None:
         """``subject``, an allocator or a table of request rows, did something that a ledger has to know."""
         guard = self.guard
-        ledger = None if guard is None else guard.ledger
+        ledger = None if guard is None or self.is_paused else guard.ledger
         if ledger is not None and ledger.follows(subject):
             self._call(lambda _: action(ledger))
 
     def idle(self) -> None:
         """See :meth:`Guard.idle`."""
+        before = self.heartbeat.serving_seconds
         self._call(lambda guard: guard.idle())
         if self.policy is not None and self.policy.is_alone:  # ranks do not idle in step with each other
             self._enforce(lambda policy: policy.act())
+        self.heartbeat.idle_seconds += self.heartbeat.serving_seconds - before
+        self.heartbeat.serving_seconds = before
+        self.heartbeat.beat()
 
     def replace_weights(self, version: str) -> None:
         """See :meth:`Guard.replace_weights`."""
         if self.guard is None and self.policy is not None:  # the other ranks know of it too
             self.policy.truth.identities.replace_weights(version)
+        if self.guard is not None and self.is_paused:
+            self.guard.truth.identities.replace_weights(version)
         self._call(lambda guard: guard.replace_weights(version))
 
     def _call(self, action: Callable[[Guard], None]) -> None:
-        if self.guard is None:
+        if self.guard is None or self.is_paused:
             return
+        spent, began = self.heartbeat.serving_seconds, time.perf_counter()
         try:
             action(self.guard)
         except CorruptionError as error:
@@ -208,13 +294,16 @@ class Session:
             self.reporter.close()
             raise
         except Exception as error:
-            if self.config.mode == "raise":
+            if self.mode == "raise":
                 raise
             self._detach(error)
+        finally:  # a call within a call is part of it
+            self.heartbeat.serving_seconds = spent + time.perf_counter() - began
 
     def _enforce(self, action: Callable[[Quarantine], None]) -> None:
         if self.policy is None:
             return
+        spent, began = self.heartbeat.serving_seconds, time.perf_counter()
         try:
             action(self.policy)
         except Exception as error:
@@ -222,8 +311,21 @@ class Session:
                 raise  # the other ranks have acted: going on otherwise than they do would be worse than stopping
             self.policy.stop()
             self._detach(error)
+        finally:
+            self.heartbeat.serving_seconds = spent + time.perf_counter() - began
+
+    def _waive(self, error: UncoveredError) -> None:
+        if not self.config.allow_uncovered:
+            raise UncoveredError(
+                f"kvcanary: refusing to start half-blind: {error}. Drop --kvcanary or the setting named, or pass "
+                "--kvcanary-allow-uncovered to start without a guard"
+            ) from error
+        self._is_waived = True
+        logger.warning("kvcanary: NOT guarding this process, as allowed: %s", error)
+        self.reporter.event("uncovered", {"why": str(error)})
 
     def _detach(self, error: Exception) -> None:
+        self.heartbeat.note()
         self.guard = None
         logger.exception("kvcanary: DETACHED after an error of its own; this server is no longer guarded")
         self.reporter.event("detached", {"why": f"{type(error).__name__}: {error}"})

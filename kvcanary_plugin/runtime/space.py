@@ -34,6 +34,8 @@ class Space:
         ring: int64 (steps in flight, 1 + capacity, ROW_COLUMNS) in host memory, where verdicts go.
         scrubber: its rotating pass, None where content is not checked.
         presence: what forwards must store, None where that is not checked.
+        verifies, folds, poisons: whether what ``chain``, ``content`` and ``presence`` need is launched: they may be
+            switched off in a running server. Records are kept up to date all the same.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Space:
         self._main = self if main is None else main
         self._backend = backend
         self._req_to_token = pool.req_to_token
-        self._has_chain = "chain" in config.checks
+        self.verifies = "chain" in config.checks
         self.slots = slots
         self.index = index
         self.allocator = pool.allocator if slots.allocator is None else slots.allocator
@@ -71,6 +73,8 @@ class Space:
                 self.scrubber = Scrubber(slots.page_size, slots.slot_count, budget, seconds_a_slot)
             if "presence" in config.checks:
                 self.presence = Presence(slots.table, device)
+        self.folds = self.scrubber is not None
+        self.poisons = self.presence is not None
 
     def release(self, slots: torch.Tensor | None) -> None:
         """Slots were given back to :attr:`allocator`, None for all. In effect before the next forward, in stream order.
@@ -83,12 +87,12 @@ class Space:
             kept = self._keep(slots)  # often a view of a row that is about to change
             if self.slots.ratio > 1:
                 kept //= self.slots.ratio
-            self._changes.append(lambda: self.records.release(self._in_stream(kept)))
+            self._changes.append(lambda: self.records.release(self.in_stream(kept)))
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The pool copied the rows of ``source`` to ``target``, main slots (n,) both. In effect like a release."""
         to, of = self._keep(self.find(target)), self._keep(self.find(source))
-        self._changes.append(lambda: self.records.move(self._in_stream(to), self._in_stream(of)))
+        self._changes.append(lambda: self.records.move(self.in_stream(to), self.in_stream(of)))
 
     def copy_records(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records and writers of main slots (n,) as they are now, for a copy of their rows that leaves the pool."""
@@ -99,10 +103,14 @@ class Space:
         place = self._keep(self.find(slots))
 
         def restore() -> None:
-            self.records.restore(self._in_stream(place), records)
+            self.records.restore(self.in_stream(place), records)
             self.check_slots(place, -1)
 
         self._changes.append(restore)
+
+    def defer(self, change: Callable[[], None]) -> None:
+        """Do ``change`` ahead of the next forward, in stream order, behind what was released and moved by now."""
+        self._changes.append(change)
 
     def find(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots here, int64 (n,), of main slots (n,); -1 where there is none."""
@@ -112,6 +120,15 @@ class Space:
         found = torch.empty_like(slots)
         self._find(slots, found)
         return found
+
+    def main_slot_of(self, slot: int) -> int:
+        """The main slot that ``slot`` here belongs to, -1 for none. Waits for the device; for reports."""
+        if self._main is self or slot < 0:
+            return slot
+        if self.slots.mapping is None:
+            return (slot + 1) * self.slots.ratio - 1  # the one that completed the group
+        owners = (self.slots.mapping == slot).nonzero().flatten()
+        return int(owners[0]) if slot and owners.numel() else -1
 
     def _find(self, slots: torch.Tensor, found: torch.Tensor) -> None:
         if self.slots.mapping is not None:
@@ -138,8 +155,8 @@ class Space:
         return slots.to(torch.int64, copy=True)
 
     @staticmethod
-    def _in_stream(slots: torch.Tensor) -> torch.Tensor:
-        """``slots`` were made on the scheduler's stream and are now used on the current one."""
+    def in_stream(slots: torch.Tensor) -> torch.Tensor:
+        """``slots``, which were made on the scheduler's stream and are now used on the current one."""
         if slots.device.type != "cpu":
             slots.record_stream(torch.get_device_module(slots.device).current_stream())
         return slots
@@ -156,7 +173,7 @@ class Space:
 
     def verify(self, batch: Batch, total: int) -> None:
         """Check every slot the forward will read; ``total`` positions at most."""
-        if not self._has_chain or not total:
+        if not self.verifies or not total:
             return
         if self.slots.ratio > 1:
             self._backend.verify_groups(
@@ -190,7 +207,7 @@ class Space:
 
     def poison(self, batch: Batch) -> None:
         """Put poison into the rows the forward is to store."""
-        if self.presence is not None:
+        if self.poisons and self.presence is not None:
             self._backend.poison_slots(
                 table=self.slots.table, slots=batch.slots_of(self.index), chosen=self.presence.chosen
             )
@@ -221,7 +238,7 @@ class Space:
                 start=scrub_start,
                 count=scrub_count,
                 violations=self.violations,
-                expects=None if self.presence is None else self.presence.expects,
+                expects=self.presence.expects if self.poisons and self.presence is not None else None,
             )
 
     def scrub(self, start: int, count: int) -> None:
@@ -239,17 +256,15 @@ class Space:
         """Write the verdict to the host and make room for the next."""
         self._backend.drain(self.violations, self.ring, batch.fields.step)
 
-    def check_prefix(self, row: int, length: int, request: int) -> None:
-        """Fold the slots of a prefix now, on behalf of a request of the batch."""
-        if self.scrubber is None:
-            return
+    def slots_of_prefix(self, row: int, length: int) -> torch.Tensor:
+        """The slots here, int64 (n,), of the first ``length`` positions of a row, as far as they are kept; a copy."""
         first = 0 if self.slots.window is None else max(0, length - self.slots.window)
         ratio = self.slots.ratio
-        self.check_slots(self.find(self._req_to_token[row, first + ratio - 1 : length : ratio]), request)
+        return self.find(self._req_to_token[row, first + ratio - 1 : length : ratio])
 
     def check_slots(self, slots: torch.Tensor, request: int) -> None:
         """Fold slots of this space (int64 (n,)) now, on behalf of a request of the batch, -1 for none."""
-        if self.scrubber is None:
+        if not self.folds:
             return
         self._backend.check_slots(
             records=self.records.hot,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..kernels import record as r
-from ..kernels.mixing import as_int64
 from .cause import guess_cause
 
 CHECK_OF_KIND = {
@@ -20,6 +19,8 @@ CHECK_OF_KIND = {
     r.Kind.WRITE_RANGE: "chain",
     r.Kind.CONTENT: "content",
     r.Kind.NOT_STORED: "presence",
+    r.Kind.UNORDERED_FORWARD: "order",
+    r.Kind.UNORDERED_BATCH: "order",
 }
 
 
@@ -43,6 +44,7 @@ class Violation:
     step: int
     # read: a forward was about to read it; start: prefix of a new request; scrub: rotating pass; write;
     # alloc, free, insert: what the allocator or the radix tree was asked for ahead of the forward
+    # load: it has come back from host memory; host: what the host pool was asked for
     phase: str
     slot: int
     page: int | None = None
@@ -64,6 +66,10 @@ class Violation:
     owner_since: int | None = None
     neighbours: str = ""  # states of the slots around it
     evidence: tuple[str, ...] = ()  # what led there, one clause each
+    tier: str = "device"  # where the damage was found or made: device, host
+    hop: str | None = None  # on which way the bytes went wrong, as far as that is known
+    last_good: str | None = None  # where and when they were right for the last time
+    host_slot: int | None = None  # from which they came
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -85,6 +91,8 @@ class Violation:
         if self.check == "presence":
             # A layer that is not stored is one fault, however many tokens it concerns.
             return (self.check, self.pool, self.rank, self.layer, self.half, self.request)
+        if self.host_slot is not None:  # it may be loaded again and again, each time to another slot
+            return (self.check, self.pool, self.rank, self.tier, self.host_slot, self.hop, writer)
         return (*damage, writer)
 
     @property
@@ -113,6 +121,10 @@ EXPLANATIONS: Final = {
     "free_in_use": "a slot was freed that the row of a running request names",
     "free_in_tree": "a slot was freed that the radix tree holds, and not by the radix tree",
     "free_in_flight": "a slot was freed that a transfer uses",
+    "host_free_in_flight": "a host slot was freed that a transfer uses",
+    "host_double_free": "a host slot was freed that is not given out",
+    "host_slot_free": "a transfer uses a host slot that is not given out",
+    "host_slot_empty": "a host slot was loaded to which nothing was ever copied",
     "insert_not_owned": "the radix tree took a slot that is free, another request's, or in the tree already",
     "write_not_owned": "the forward is to store to a slot that its request does not own",
     "write_twice": "the forward is to store two tokens to one slot",
@@ -134,18 +146,8 @@ EXPLANATIONS: Final = {
     "mixed_weights": "the weights were updated while the request was running: its KV is of several versions",
     "not_stored": "the forward left this row as it was: nothing was stored for this token",
     "partly_stored": "the forward stored only a part of this row",
+    "unordered_forward": "the forward ran before the one ahead of it had ended, for which it did not wait",
+    "unordered_batch": "the forward ran before the scheduler's stream had come to it, for which it did not wait",
     "state": "the state of the request is not what its last forward left",
     "content": "the bytes of the slot are not the ones that were written",
 }
-
-
-def locate_source(digest: int, locator: int, found_digest: int, found_locator: int, source_count: int) -> int | None:
-    """Index of the one source whose bytes changed, or None if several did. Arguments are 64-bit words of either sign.
-
-    The sum of one source enters the locator ``2b + 1`` times, so for a single damaged source b the locator moved by
-    ``2b + 1`` times what the digest moved. Searching is needed: half of all differences are even and have no inverse.
-    """
-    moved = found_digest - digest
-    target = as_int64(found_locator - locator)
-    candidates = [b for b in range(source_count) if as_int64(moved * (2 * b + 1)) == target]
-    return candidates[0] if len(candidates) == 1 else None

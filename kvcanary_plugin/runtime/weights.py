@@ -7,6 +7,7 @@ import logging
 from ..kernels import record as r
 from ..pool_patcher.records import ShadowRecords
 from ..report.reporter import Reporter
+from ..report.text import quote_clause
 from .diagnosis import Diagnosis
 from .step import Step
 from .truth import TruthTable
@@ -37,7 +38,9 @@ class WeightUpdates:
         self._is_news = True
         live = (self._records.hot[:, r.IDENTITY] & r.LIVE_BIT) != 0
         reachable = 0 if is_flushed else int(live.sum())
-        logger.info("kvcanary: weights are now version %s; %d slots hold KV of older ones", version, reachable)
+        logger.info(
+            "kvcanary: weights are now version %s; %d slots hold KV of older ones", quote_clause(version), reachable
+        )
         self._reporter.event("weights", {"version": version, "flushed": is_flushed, "older_slots": reachable})
 
     def note_mixed(self, step: Step) -> None:
@@ -50,7 +53,11 @@ class WeightUpdates:
         if not mixed:
             return
         version = self._truth.identities.weights
-        logger.warning("kvcanary: %d running requests go on with KV of weights before version %s", len(mixed), version)
+        logger.warning(
+            "kvcanary: %d running requests go on with KV of weights before version %s",
+            len(mixed),
+            quote_clause(version),
+        )
         rids = [request.rid for request, _ in mixed]
         self._reporter.event("mixed_weights", {"step": step.number, "version": version, "requests": rids})
         if self._is_strict:

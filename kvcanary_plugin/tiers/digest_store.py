@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError, KvcanaryError
+from .hf3fs.options import redis_password
+from .hf3fs.sqlite_tables import make_private
 
 MAX_VERSIONS = 64
 MAX_ROWS = 2_000_000
@@ -70,6 +72,7 @@ class SqliteDigests:
         self._lock = threading.Lock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path)
             self._db = self._open()
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"kvcanary: cannot keep digests in {str(path)!r}: {error}; give another path") from error
@@ -151,7 +154,9 @@ class RedisDigests:
             raise ConfigError('kvcanary: digests at redis:// need the package "redis": pip install redis') from error
         self._errors = (redis.RedisError, OSError)
         try:
-            self._redis: Any = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+            self._redis: Any = redis.Redis.from_url(
+                url, password=redis_password(), socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+            )
             self._redis.ping()
         except (redis.RedisError, OSError, ValueError) as error:
             address = url.rpartition("@")[2]

@@ -79,7 +79,8 @@ class TierViolation:
 class Listener(Protocol):
     """The part of the session's reporter that a tier needs."""
 
-    counts: Counter[str]
+    def count(self, check: str, tier: str, pool: str) -> None:
+        """Count a violation, repeats included."""
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
         """Write one event."""
@@ -108,7 +109,7 @@ def report(found: list[TierViolation]) -> None:
             if is_new:
                 logger.error("%s", violation.line)
             if _listener is not None:
-                _listener.counts[violation.check] += 1
+                _listener.count(violation.check, violation.tier, violation.pool)
                 if is_new:
                     _listener.event("violation", violation.to_dict())
         except Exception:  # telling must never break serving

@@ -234,7 +234,7 @@ class GuardedStorage:
 
     def status(self) -> dict[str, dict[str, int]]:
         """Pages by outcome for each pool, for people and tests."""
-        return {name: dict(check.counts) for name, check in self._checks.items()}
+        return {name: dict(check.counts) for name, check in list(self._checks.items())}
 
     def close(self) -> None:
         """Close the backend, if it can be closed, and the digests. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 
-from kvcanary_plugin.doctor import ABSTRACT_POOLS, POOL_BASE, POOLS
+from kvcanary_plugin.doctor.seams import ABSTRACT_POOLS, POOL_BASE, POOLS
 from kvcanary_plugin.pool_patcher.adapters.catalogue import CATALOGUE
 from kvcanary_plugin.pool_patcher.seams import SourceTree
 from kvcanary_plugin.versions import CHECKED_SGLANG

@@ -8,8 +8,8 @@ from kernel_cases import make_table, poisoned_violations, random_bytes, random_w
 
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.backend import REFERENCE, Backend
+from kvcanary_plugin.kernels.mixing import locate_source
 from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source, make_source, view_slots
-from kvcanary_plugin.runtime.violation import locate_source
 
 # widths of the sources in bytes, unused bytes between rows, slots a page
 LAYOUTS = {

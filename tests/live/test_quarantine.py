@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import kvcanary_plugin.demo.server as demo_server
-from kvcanary_plugin.demo.model import VOCABULARY, make_model
+from kvcanary_plugin.demo.model import VOCABULARY, add_tokenizer, make_model
+from kvcanary_plugin.demo.server import Server
 from kvcanary_plugin.demo.traffic import Traffic
 from tests.live.conftest import Guarded, describe
 
@@ -25,22 +25,7 @@ APIS = ("native", "native stream", "openai", "openai stream")
 @pytest.fixture(scope="module")
 def talking_model(tmp_path_factory):
     """A model with a tokenizer, which the OpenAI API needs: token 7 is the word t7."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = make_model(tmp_path_factory.mktemp("talking"))
-    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def with_tokenizer():
-    flags = tuple(flag for flag in demo_server.CPU_FLAGS if flag != "--skip-tokenizer-init")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_server, "CPU_FLAGS", flags)
-        yield
+    return add_tokenizer(make_model(tmp_path_factory.mktemp("talking")))
 
 
 @dataclass
@@ -130,7 +115,7 @@ def settle(server, expected):
 def expected(talking_model, tmp_path_factory):
     """The right answers: those of a server without the canary."""
     log = tmp_path_factory.mktemp("off") / "log"
-    with demo_server.Server(talking_model, ["--max-total-tokens=4096"], log) as server:
+    with Server(talking_model, ["--max-total-tokens=4096"], log) as server:
         return [ask(server, "native", prompt).tokens for prompt in PROMPTS]
 
 

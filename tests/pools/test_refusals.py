@@ -142,6 +142,7 @@ def test_hisparse_is_refused():
 def test_a_pool_the_guard_does_not_follow_yet_is_refused_at_start(monkeypatch: pytest.MonkeyPatch):
     built = swa_pool(1, [1], [0])
     runner = SimpleNamespace(
+        model=torch.nn.Identity(),
         token_to_kv_pool=built.pool,
         token_to_kv_pool_allocator=built.allocator,
         req_to_token_pool=built.rows,

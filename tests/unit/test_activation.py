@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
@@ -125,7 +126,7 @@ def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
         (["--kvcanary=log", "--kvcanary-inject=flip_running@1"], "set KVCANARY_ALLOW_INJECT=1"),
         (["--kvcanary=log", "--kvcanary-log=/no/such/folder/events.jsonl"], "cannot append to --kvcanary-log"),
         (["--kvcanary=log", "--kv-canary=log"], "exclude each other"),
-        (["--kvcanary=log", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not covered yet"),
+        (["--kvcanary=log", "--enable-lmcache"], "--enable-lmcache is not covered yet"),
         (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
         (["--kvcanary=log", "--speculative-algorithm=NGRAM"], "--speculative-algorithm is not covered yet"),
         (["--kvcanary=log", "--enable-memory-saver"], "--enable-memory-saver is not covered yet"),
@@ -158,7 +159,7 @@ def test_settings_without_the_switch_are_pointed_out(parse, caplog, capsys):
 
 
 def test_uncovered_modes_start_when_allowed(parse):
-    parse("--kvcanary=log", "--enable-hierarchical-cache", "--kvcanary-allow-uncovered")
+    parse("--kvcanary=log", "--enable-memory-saver", "--kvcanary-allow-uncovered")
 
     assert read_config().is_on
 
@@ -173,9 +174,16 @@ def test_off_writes_nothing_to_the_environment(parse, monkeypatch):
 
 
 def test_uncovered_modes_are_none_of_our_business_when_off(parse):
-    parse("--enable-hierarchical-cache")
+    parse("--enable-memory-saver")
 
     assert not read_config().is_on
+
+
+def test_host_memory_is_refused_by_the_kind_of_pool_only(parse):
+    """Which pool there will be is not known yet."""
+    parse("--kvcanary=log", "--enable-hierarchical-cache")
+
+    assert read_config().is_on
 
 
 def test_a_drifted_seam_stops_the_process_and_wraps_nothing(monkeypatch, capsys):
@@ -288,6 +296,7 @@ class Runner:
 
     def __init__(self, pool, allocator, rows):
         self.token_to_kv_pool, self.token_to_kv_pool_allocator, self.req_to_token_pool = pool, allocator, rows
+        self.model = torch.nn.Identity()
         self.model_config = type("ModelConfig", (), {"model_path": "test"})
 
 

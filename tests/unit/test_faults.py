@@ -41,6 +41,18 @@ def test_a_store_that_is_skipped_is_found_in_the_same_forward(page_size):
     }
 
 
+def test_a_prefix_of_another_adapter_is_recognised_as_that_and_nothing_of_it_stays(page_size):
+    engine = Engine(page_size=page_size, inject="other_adapter@6")
+    request = engine.request(40)
+    engine.prefill(request)
+    engine.run(request, steps=8)
+    (injected,) = [fields for event, fields in engine.reporter.events if event == "injected"]
+    [violation] = engine.violations
+    assert (violation.check, violation.step) == ("identity", injected["step"])
+    assert (violation.slot, violation.position) == (injected["slots"][0], 0)
+    assert violation.differs == (("lora", "", "drill"),)
+
+
 def test_options_choose_the_bit():
     engine = Engine(inject="flip_running@3:layer=1,half=V,bit=17")
     request = engine.request(30)

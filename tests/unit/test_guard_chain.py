@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcanary_plugin.runtime.identity import conceal
 from tests.engine import Engine
 
 
@@ -86,7 +87,7 @@ def test_same_tokens_under_another_namespace_are_found():
 
     (violation,) = engine.violations
     assert (violation.check, violation.kind, violation.position) == ("identity", "other_identity", 0)
-    assert violation.differs == (("extra_key", "tenant-a", "tenant-b"),)
+    assert violation.differs == (("extra_key", conceal("tenant-a"), conceal("tenant-b")),)
 
 
 def test_without_the_identity_check_it_is_a_chain_that_ends_elsewhere():

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcanary_plugin.runtime.identity import Identities, compare, make_anchor
+from kvcanary_plugin.runtime.identity import Identities, compare, conceal, make_anchor
 from kvcanary_plugin.runtime.images import locate_marks, make_tokens
 from tests.engine import Engine
 
@@ -42,7 +42,7 @@ def test_reuse_across_a_salt_is_reported_at_the_match():
     engine = reuse(Engine(), first="salt-a", second="salt-b")
     (violation,) = engine.violations
     assert (violation.check, violation.kind, violation.request) == ("identity", "other_identity", "r2")
-    assert violation.differs == (("extra_key", "salt-b", "salt-a"),)
+    assert violation.differs == (("extra_key", conceal("salt-b"), conceal("salt-a")),)
     assert violation.step == 2
     assert violation.writer.request == "r1"
 
@@ -128,7 +128,8 @@ def test_every_field_makes_another_anchor(field: str):
     assert identities.anchor_of(plain) != identities.anchor_of(other)
     assert identities.anchor_of(other) == identities.anchor_of(Keyed(**{field: "x"}))
     tag = {"lora_id": "lora"}.get(field, field)
-    assert identities.compare(identities.anchor_of(plain), identities.anchor_of(other)) == ((tag, "", "x"),)
+    shown = "x" if field == "lora_id" else conceal("x")
+    assert identities.compare(identities.anchor_of(plain), identities.anchor_of(other)) == ((tag, "", shown),)
 
 
 def test_fields_do_not_run_into_each_other():

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from kvcanary_plugin.errors import ConfigError
-from kvcanary_plugin.kernels.mixing import as_int64
+from kvcanary_plugin.kernels.mixing import as_int64, locate_source
 from kvcanary_plugin.report.jsonl import EventLog, read_events
 from kvcanary_plugin.report.reporter import MAX_REPORTED_A_STEP, Reporter
 from kvcanary_plugin.report.text import render_block, render_line
-from kvcanary_plugin.runtime.violation import EXPLANATIONS, Violation, Writer, locate_source
+from kvcanary_plugin.runtime.violation import EXPLANATIONS, Violation, Writer
 
 CHAIN = Violation(
     check="chain",

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from kvcanary_plugin.config import Config
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.pool_patcher.adapters import adapt_pool
+from kvcanary_plugin.runtime.finding import Finder
 from kvcanary_plugin.runtime.guard import Guard
 from tests.engine import CONTEXT, WITHOUT_OWNERSHIP, Engine, ListReporter
 
@@ -183,3 +184,27 @@ def test_a_window_layer_that_is_not_stored_is_named(engine: WindowEngine):
     engine.decode(one)
     (violation,) = engine.violations
     assert (violation.check, violation.layer, violation.half) == ("presence", 2, "K")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_the_pass_finds_concerns_the_main_slot_of_whoever_reads_it(engine: WindowEngine, layer: int):
+    """Damage in the window's own space is not nobody's: it taints that prefix alone, and takes out that slot."""
+    request, _ = running(engine)
+    place = request.kv_committed_len - 3
+    main, window = int(engine.slots_of(request)[place]), engine.window_slot(request, place)
+    buffer, slot = (engine.pool.swa_kv_pool, window) if layer == 0 else (engine.pool.full_kv_pool, main)
+    buffer.k_buffer[0].view(torch.int16)[slot, 0, 3] ^= 1 << 7
+    engine.settle_scrub()
+    [violation] = engine.reporter.violations
+    finding = Finder(engine.guard).find(violation, None)
+    assert (finding.slot, finding.position) == (main, place)
+    assert finding.is_withheld
+    assert finding.is_spoiled
+    assert finding.is_tainted
+    assert not finding.is_everywhere
+
+
+def test_a_slot_of_the_window_that_nobody_names_is_nobodys(engine: WindowEngine):
+    running(engine)
+    free = int(engine.allocator.swa_attn_allocator.free_pages[0])
+    assert [engine.guard.spaces[1].main_slot_of(slot) for slot in (-1, 0, free)] == [-1, -1, -1]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import UncoveredError
+from ..scales import NONE, read_scales
 from ..spaces import FOLLOWED, GuardedPool, SlotSpace, StateSpace, list_needs
 from .allocators import COVERED_ALLOCATORS, count_slots, list_allocator_gaps
 from .catalogue import COVERED_POOLS
@@ -66,6 +67,7 @@ def adapt_model_runner(model_runner: Any, content: str) -> GuardedPool:
         request_pool.req_to_token,
         content,
         model=str(model_runner.model_config.model_path),
+        scales=read_scales(model_runner.model),
         request_pool=request_pool,
         window=window,
     )
@@ -81,6 +83,7 @@ def adapt_pool(
     content: str,
     *,
     model: str,
+    scales: str = NONE,
     request_pool: Any = None,
     window: int | None = None,
 ) -> GuardedPool:
@@ -91,6 +94,7 @@ def adapt_pool(
         req_to_token: int32 (row_count, context), the live table of slots of the main space.
         content: ``none``, ``partial`` or ``all``.
         model: which model the KV belongs to.
+        scales: fingerprint of what quantised KV was divided by.
         request_pool: SGLang's request table, where requests have a state besides slots.
         window: positions before the current one that sliding-window layers attend to, if there are such layers.
 
@@ -107,7 +111,7 @@ def adapt_pool(
         allocator=draft.main.allocator,
         req_to_token=req_to_token,
         main=draft.main.finish(content, device),
-        fingerprint=(("model", model), ("dtype", str(pool.dtype)), ("layout", draft.layout())),
+        fingerprint=(("model", model), ("dtype", str(pool.dtype)), ("scales", scales), ("layout", draft.layout())),
         companions=tuple(space.finish(content, device) for space in draft.companions),
         states=tuple(state.finish(content, device) for state in draft.states),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -225,7 +226,10 @@ class VerifiedHF3FS(HiCacheStorage):  # type: ignore[misc]
 
     def status(self) -> dict[str, dict[str, int]]:
         """Pages by outcome for each pool, for people and tests."""
-        return {store.name: dict(store.counts) for store in self._all()}
+        pages: dict[str, Counter[str]] = {}
+        for store in self._all():  # there may be several of one name, for tensors of several kinds
+            pages.setdefault(store.name, Counter()).update(store.counts.copy())
+        return {name: dict(counts) for name, counts in pages.items()}
 
     def close(self) -> None:
         """Wait for calls under way, then close files and indices. Idempotent; later calls are misses."""

@@ -11,11 +11,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
+from ...display import escape_controls
 from .errors import PageFileError
 from .header import Header, read_header
 from .local import LocalClient
-from .opening import lock_file
+from .opening import SAFELY, lock_file, require_regular
 from .page import PageEntry, PageRead
 from .page_file import PageFile
 
@@ -47,7 +49,7 @@ def run_fsck(path: str | Path, console: Console, *, deep: bool = False, repair: 
     try:
         findings = check_file(Path(path), console, deep=deep, repair=repair)
     except (PageFileError, OSError) as error:
-        console.print(f"[red]{error}", highlight=False, soft_wrap=True)
+        console.print(_plain(str(error), "red"), soft_wrap=True)
         return UNUSABLE
     render(findings, Path(path), console, repair)
     return findings.code
@@ -57,8 +59,9 @@ def check_file(path: Path, console: Console, *, deep: bool, repair: bool) -> Fin
     """Look at headers and trailers, with ``deep`` at every page, and drop what is damaged with ``repair``. Nobody can
     open the file for writing meanwhile. Raises ``PageFileError`` and ``OSError``.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | SAFELY)
     try:
+        require_regular(fd, path)
         if not repair:
             lock_file(fd, path, fcntl.LOCK_SH)
         header, faults = read_header(fd, str(path))
@@ -115,9 +118,10 @@ def read_pages(
 def render(findings: Findings, path: Path, console: Console, repair: bool) -> None:
     """Print what was found."""
     header = findings.header
-    table = Table(title=f"{path.name}  {header.uuid.hex()}", title_justify="left", show_header=False)
+    title = _plain(f"{path.name}  {header.uuid.hex()}", "italic")
+    table = Table(title=title, title_justify="left", show_header=False)
     for name, value in header.geometry.identity:
-        table.add_row(name, value)
+        table.add_row(_plain(name), _plain(value))
     table.add_row("page", f"{header.geometry.payload_bytes:,} bytes, records at most {header.geometry.records_bytes:,}")
     table.add_row("slots", f"{header.slot_count:,}")
     for state, count in findings.states.items():
@@ -127,7 +131,7 @@ def render(findings: Findings, path: Path, console: Console, repair: bool) -> No
     table.add_row("last writer", f"epoch {header.epoch}, {'did not close it' if header.opened else 'closed it'}")
     console.print(table, highlight=False)
     for fault in findings.faults[:SHOWN]:
-        console.print(f"[red]{fault}", highlight=False, soft_wrap=True)
+        console.print(_plain(fault, "red"), soft_wrap=True)
     if len(findings.faults) > SHOWN:
         console.print(f"[red]... {len(findings.faults) - SHOWN} more", highlight=False)
     if not findings.faults:
@@ -136,3 +140,8 @@ def render(findings: Findings, path: Path, console: Console, repair: bool) -> No
         console.print(f"[yellow]repaired: {findings.dropped} damaged pages were dropped")
     else:
         console.print("[red]damage found; --repair drops damaged pages, and reading them is a miss in any case")
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """What a file says of itself may hold markup and control characters."""
+    return Text(escape_controls(text), style)

@@ -57,7 +57,10 @@ class Geometry:
     @classmethod
     def decode(cls, encoded_identity: bytes, payload_bytes: int, records_bytes: int) -> Geometry:
         """The inverse of ``encoded_identity``; raises ``ValueError`` if it is not one."""
-        pairs = json.loads(encoded_identity)
+        try:
+            pairs = json.loads(encoded_identity)
+        except RecursionError as error:
+            raise ValueError("the identity is nested too deeply") from error
         if not isinstance(pairs, dict):
             raise ValueError("the identity is not a JSON object")
         return cls(tuple(pairs.items()), payload_bytes, records_bytes)

@@ -7,9 +7,11 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from ...display import escape_controls
 from .client import Client
 from .errors import CapacityMismatch, GeometryMismatch, InUse, NotAPageFile, PageFileError
 from .geometry import Geometry
@@ -17,6 +19,9 @@ from .header import Header, describe_owner, read_header, write_header
 from .layout import Layout
 from .local import LocalClient
 from .usrbio import UsrbioClient
+
+# A link could lead anywhere, and a pipe that nobody writes to would be waited for.
+SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def open_for_writing(
@@ -27,10 +32,11 @@ def open_for_writing(
     not closed, is in use.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0) | SAFELY, 0o600)
     except OSError as error:
         raise PageFileError(f"cannot open {path}: {error.strerror}; make its folder, or give another path") from error
     try:
+        require_regular(fd, path)
         lock_file(fd, path, fcntl.LOCK_EX)
         if os.fstat(fd).st_size == 0:
             uuid, salt = secrets.token_bytes(16), secrets.randbits(31) + 1
@@ -51,18 +57,25 @@ def open_for_writing(
 def open_for_reading(path: Path, geometry: Geometry) -> tuple[int, Header]:
     """Open and check an existing file that somebody else may be writing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | SAFELY)
     except OSError as error:
         raise PageFileError(
             f"cannot open {path}: {error.strerror}; it is made by the process that writes it"
         ) from error
     try:
+        require_regular(fd, path)
         header, _ = read_header(fd, str(path))
         check_geometry(path, header, geometry)
     except BaseException:
         os.close(fd)
         raise
     return fd, header
+
+
+def require_regular(fd: int, path: Path) -> None:
+    """Raise ``NotAPageFile`` for a pipe, a device or a folder."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise NotAPageFile(f"{path} is no regular file: give another path")
 
 
 def make_client(
@@ -107,8 +120,8 @@ def describe_user(fd: int, path: Path) -> str:
     """Who opened the file last, as far as its header says."""
     try:
         owner = json.loads(read_header(fd, str(path))[0].owner)
-        return f" by process {owner['pid']} on {owner['host']}"
-    except (NotAPageFile, OSError, ValueError, KeyError, TypeError):
+        return f" by process {int(owner['pid'])} on {escape_controls(str(owner['host']))[:64]}"
+    except (NotAPageFile, OSError, ValueError, KeyError, TypeError, RecursionError):
         return " by another process"
 
 
@@ -132,7 +145,7 @@ def take_over(fd: int, path: Path, geometry: Geometry, layout: Layout, may_take:
 def check_geometry(path: Path, header: Header, geometry: Geometry) -> None:
     """Raise ``GeometryMismatch`` unless the file was made for this geometry."""
     if header.geometry != geometry:
-        differences = "; ".join(header.geometry.differences(geometry))
+        differences = escape_controls("; ".join(header.geometry.differences(geometry)))
         raise GeometryMismatch(
             f"{path} was made for other pages ({differences}): give another path, or remove the file"
         )
@@ -141,5 +154,5 @@ def check_geometry(path: Path, header: Header, geometry: Geometry) -> None:
 def _other_host(header: Header) -> bool:
     try:
         return bool(json.loads(header.owner).get("boot") != json.loads(describe_owner())["boot"])
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return True

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ...display import escape_controls
 from ...errors import ConfigError
 from .errors import GeometryMismatch, InUse, NotAPageFile, PageFileError
 from .geometry import Geometry
@@ -109,12 +110,24 @@ def _open_file(
 
 
 def _open_other(options: StorageOptions, geometry: Geometry, path: str) -> PageFile | None:
-    """Another process's page file; None if there is none of this geometry any more."""
-    if not os.path.exists(path):
+    """Another process's page file; None if there is none of this geometry any more.
+
+    The path is what an index says, and whoever may write there may say anything: only page files of the common folder
+    are opened, under whatever name the other host has mounted it.
+
+    Raises:
+        PageFileError: it is no page file of the common folder.
+    """
+    name = os.path.basename(path)
+    there = Path(options.path, name)
+    is_elsewhere = os.path.dirname(path) != os.path.abspath(options.path) and not there.exists()
+    if not name.endswith(SUFFIX) or is_elsewhere:
+        raise PageFileError(f"the index names {escape_controls(path)[:200]!r}, which is not in {options.path}")
+    if not there.exists():
         return None
     try:
         return PageFile.open(
-            path,
+            there,
             geometry,
             capacity_bytes=options.capacity_bytes,
             client=options.client,

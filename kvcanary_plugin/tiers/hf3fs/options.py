@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from ...errors import ConfigError
 
 MODULE_PATH, CLASS_NAME = "kvcanary_plugin.tiers.hf3fs.backend", "VerifiedHF3FS"
 CLIENTS = ("local", "usrbio")
+# SGLang logs its settings and shows them over HTTP. A password that is given here is in neither.
+REDIS_PASSWORD_VARIABLE = "KVCANARY_REDIS_PASSWORD"
 # What SGLang and its launcher put beside our settings in the extra config.
 _FOREIGN = ("backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -99,6 +102,11 @@ def to_extra_config(text: str) -> str:
     parse_options(given)
     shell = {"backend_name": "kvcanary_hf3fs", "module_path": MODULE_PATH, "class_name": CLASS_NAME, "interface_v1": 1}
     return json.dumps(shell | given)
+
+
+def redis_password() -> str | None:
+    """The password for a Redis whose URL has none."""
+    return os.environ.get(REDIS_PASSWORD_VARIABLE) or None
 
 
 def _parse_bytes(value: Any) -> int:

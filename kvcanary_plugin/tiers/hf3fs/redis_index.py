@@ -6,6 +6,7 @@ that comes back empty, or with an old snapshot, costs a rebuild or some misses.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from .index import (
     keep_newest,
     lease_once,
 )
+from .options import redis_password
 from .redis_layout import LOST
 
 TIMEOUT_S = 2.0
@@ -86,7 +88,9 @@ class RedisIndex:
         self._response_error = redis.ResponseError
         self._is_closed = False
         try:
-            self._redis: Any = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+            self._redis: Any = redis.Redis.from_url(
+                url, password=redis_password(), socket_timeout=timeout_s, socket_connect_timeout=timeout_s
+            )
             self._redis.ping()
         except (redis.RedisError, OSError, ValueError) as error:
             raise ConfigError(
@@ -178,8 +182,8 @@ class RedisIndex:
         """See the protocol."""
         self._epoch = str(epoch)
         for file, path in self._call(lambda: self._redis.hgetall(f"{self._prefix}:files")).items():
-            if path.decode() == self._path and file.decode() != self.file:
-                self._forget(file.decode())  # what lay at this path before; its pages are gone
+            if os.fsdecode(path) == self._path and os.fsdecode(file) != self.file:
+                self._forget(os.fsdecode(file))  # what lay at this path before; its pages are gone
         return bool(self._run("attach", [self.file, epoch, slot_count, self._path]))
 
     def rebuild(self, entries: Iterable[Entry], slot_count: int, epoch: int) -> int:
@@ -213,7 +217,7 @@ class RedisIndex:
     def path_of(self, file: str) -> str | None:
         """See the protocol."""
         path = self._call(lambda: self._redis.hget(f"{self._prefix}:files", file))
-        return None if path is None else path.decode()
+        return None if path is None else os.fsdecode(path)
 
     def counts(self) -> IndexCounts:
         """See the protocol."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -142,7 +143,17 @@ class PageTables:
         self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
 
+def make_private(path: Path) -> None:
+    """Make an empty database that only its owner can read. SQLite gives the files beside it the same permissions.
+
+    Raises:
+        OSError: it cannot be made, or a symbolic link lies there.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+
+
 def _open(path: Path) -> sqlite3.Connection:
+    make_private(path)
     db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode = WAL")

@@ -1,0 +1,304 @@
+"""KV that goes to host memory and comes back: its records go with it, and the rows are compared when they are back.
+
+SGLang copies on streams of its own, and a forward uses a layer as soon as that layer is there. So records are put back
+ahead of the forward, which is checked against them as ever; the rows are folded behind it, when the last layer has
+come. What is gated on the verdict is the output of the forward.
+
+Host slots that storage filled have no record. One is made when they are loaded: of the tokens of the request for which
+they are, and of the bytes as they came, which the storage tier has verified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import GuardError
+from ..kernels import record as r
+from ..kernels.backend import Backend
+from .cause import ROUND_TRIP, TO_DEVICE, TO_HOST
+from .host_records import HostRecords, Ids
+from .host_rows import fold_host_slot
+from .ledger import Ledger
+from .space import Space
+from .step import Step
+from .truth import Request, TruthTable, tokens_between, true_chains
+from .violation import Violation
+
+LOADED = -2  # in place of the index of a request: the slot was folded because it had come back
+STEPS_REMEMBERED = 8  # more than can be under way
+MAX_DAMAGES = 1024
+
+
+class Copy(NamedTuple):
+    """Rows on their way. ``host``: int64 (n,) on the CPU; ``device``: int (n,) main slots."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    request: Request | None = None  # for which they come back
+    start: int = 0  # and the position of the first one
+
+
+class _Flight(NamedTuple):
+    event: Any
+    host: Ids
+    device: torch.Tensor
+
+
+class _Load(NamedTuple):
+    slots: torch.Tensor  # int64 (n,) on the device
+    host: Ids
+    since: Ids
+    is_new: bool  # there was no record
+    request: Request | None
+    event: Any
+
+
+class Transfers:
+    """Transfers between the main space of a pool and one host pool.
+
+    Attributes:
+        host: what is known of the host slots.
+        found: what was found on the host, for the next step; host pools are used on several threads.
+        landed: loads that were compared lately, with the step that did.
+        has_storage: whether host slots may be filled from storage.
+        host_pool: SGLang's.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        ledger: Ledger | None,
+        truth: TruthTable,
+        backend: Backend,
+        host_pool: Any,
+        has_storage: Callable[[], bool],
+        describe: Callable[[str, int, str | None], Violation],
+    ) -> None:
+        """``describe`` makes a violation of kind, host slot and request; ``host_pool`` is SGLang's."""
+        self._space = space
+        self._ledger = ledger
+        self._truth = truth
+        self._backend = backend
+        self._device = space.records.hot.device
+        self._describe = describe
+        self.has_storage = has_storage
+        self.host_pool = host_pool
+        self.host = HostRecords(int(host_pool.size), self._device)
+        self.found: deque[Violation] = deque()
+        self.landed: deque[tuple[int, _Load]] = deque()
+        self._damages: dict[tuple[int, int | None], dict[str, Any]] = {}
+        self._flights: list[_Flight] = []
+        self._loads: list[_Load] = []
+        self._is_coming = torch.zeros(space.records.slot_count, dtype=torch.bool, device=self._device)
+        self._side = None if self._device.type == "cpu" else torch.get_device_module(self._device).Stream()
+        if ledger is not None:
+            ledger.before_free = self.poll
+
+    @property
+    def is_loading(self) -> bool:
+        """Rows are coming that nobody has compared yet."""
+        return bool(self._loads)
+
+    def note_alloc(self, host: torch.Tensor | None) -> None:
+        """The host pool gave out slots (n,); None if it could not."""
+        if host is not None:
+            self.host.give(_ids_of(host))
+
+    def note_free(self, host: torch.Tensor) -> None:
+        """The host pool takes back slots (n,)."""
+        used, free = self.host.take_back(_ids_of(host))
+        if len(used):  # SGLang may know that a transfer is over, and we not yet
+            under_way = [flight.host for flight in tuple(self._flights) if not flight.event.query()]
+            used = np.intersect1d(used, np.concatenate(under_way)) if under_way else used[:0]
+        self._report("host_free_in_flight", used)
+        self._report("host_double_free", free)
+
+    def clear(self) -> None:
+        """The host pool holds every slot again, and nothing is under way."""
+        self.host.clear()
+        self._flights.clear()
+        self._loads.clear()
+        self._is_coming.zero_()
+
+    def note_backup(self, copies: Sequence[Copy], event: Any, step: int) -> None:
+        """Rows are being copied to the host; ``event`` is behind that. ``step`` is the number of the next one.
+
+        Their records follow in stream order, ahead of that step: by then each forward that stored them has sealed them.
+        """
+        event = self._keep(event)
+        for copy in copies:
+            host, device = self._take_off(copy, event)
+            self.host.note_filled(host, step)
+            there = self._upload(copy.host)
+
+            def store(there: torch.Tensor = there, device: torch.Tensor = device) -> None:
+                self.host.store(self._space.in_stream(there), self._space.copy_records(self._space.in_stream(device)))
+
+            self._space.defer(store)
+
+    def note_load(self, copies: Sequence[Copy], event: Any) -> None:
+        """Rows are being copied to the device; ``event`` is behind the last layer.
+
+        Raises:
+            GuardError: storage has filled the host slots, and nobody knows with which tokens.
+        """
+        event = self._keep(event)
+        for copy in copies:
+            host, device = self._take_off(copy, event)
+            since = self.host.since[host]
+            known, unknown = np.flatnonzero(since > 0), np.flatnonzero(since == 0)
+            if len(known):
+                self._restore(copy, known, self._choose(device, known), since[known], event)
+            if len(unknown) and self.has_storage():
+                self._adopt(copy, unknown, self._choose(device, unknown), event)
+            elif len(unknown):
+                self._report("host_slot_empty", host[unknown], _rid_of(copy))
+
+    def hide_coming(self, slots: torch.Tensor) -> torch.Tensor:
+        """``slots``, int64 (n,), with -1 in place of those that are coming: they are folded by themselves."""
+        inside = (slots >= 0) & (slots < len(self._is_coming))
+        return torch.where(inside & ~self._is_coming[torch.where(inside, slots, 0)], slots, -1)
+
+    def land(self, step: int) -> None:
+        """Compare what has come. Enqueued behind a forward that used it; the device waits for the rest of it."""
+        for load in self._loads:
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).current_stream().wait_event(load.event)
+            if load.is_new:
+                if self._space.scrubber is not None:
+                    table = self._space.slots.table
+                    self._backend.seal_slots(records=self._space.records.hot, table=table, slots=load.slots)
+            else:
+                self._space.check_slots(load.slots, LOADED)
+            self._is_coming.index_fill_(0, load.slots, False)
+            self.landed.append((step, load))
+        self._loads.clear()
+        while self.landed and self.landed[0][0] < step - STEPS_REMEMBERED:
+            self.landed.popleft()
+
+    def poll(self) -> None:
+        """Let go of what transfers that are over have used. Does not wait."""
+        if not self._flights:
+            return
+        over = [flight for flight in self._flights if flight.event.query()]
+        for flight in over:
+            self._flights.remove(flight)
+            self.host.let_go(flight.host)
+            if self._ledger is not None:
+                self._ledger.land(flight.device)
+
+    def trace(self, violations: list[Violation], step: Step) -> list[Violation]:
+        """Say of rows that came back wrong which way they went, and where they were right for the last time."""
+        return [self._trace(each, step) if each.check == "content" else each for each in violations]
+
+    def take_found(self) -> list[Violation]:
+        """What was found on the host since the last time."""
+        return [self.found.popleft() for _ in range(len(self.found))]
+
+    def _trace(self, violation: Violation, step: Step) -> Violation:
+        damage = violation.slot, violation.stored_hash
+        if violation.phase != "load":  # found before, and again since
+            return dataclasses.replace(violation, **self._damages.get(damage, {}))
+        landed = (load for number, load in self.landed if number == step.number)
+        found = ((load, torch.nonzero(load.slots == violation.slot).flatten()) for load in landed)
+        load, at = next(((load, int(places[0])) for load, places in found if len(places)), (None, 0))
+        if load is None:
+            return violation
+        slot, since = int(load.host[at]), int(load.since[at])
+        hop, last_good = ROUND_TRIP, f"on the device, when it was copied to host slot {slot} ahead of step {since}"
+        is_there = self.host.since[slot] == since
+        now = fold_host_slot(self.host_pool, slot, self._space.slots.table) if is_there else None
+        if now is not None and now == violation.expected_hash:
+            hop, last_good = TO_DEVICE, f"in host slot {slot}, where it still is"
+        elif now is not None and now == violation.stored_hash:
+            hop = TO_HOST
+        place = next((index for index, request in enumerate(step.requests) if request is load.request), None)
+        if len(self._damages) >= MAX_DAMAGES:
+            self._damages.clear()
+        way = self._damages[damage] = {"tier": "host", "hop": hop, "last_good": last_good, "host_slot": slot}
+        return dataclasses.replace(
+            violation,
+            **way,
+            request=None if load.request is None else load.request.rid,
+            request_row=None if place is None else step.rows[place],
+        )
+
+    def _keep(self, event: Any) -> Any:
+        """An event of our own that is over when ``event`` is: SGLang records some of its own anew for a later load."""
+        if self._side is None:
+            return event
+        kept = torch.get_device_module(self._device).Event()
+        self._side.wait_event(event)
+        kept.record(self._side)
+        return kept
+
+    def _take_off(self, copy: Copy, event: Any) -> tuple[Ids, torch.Tensor]:
+        host = _ids_of(copy.host)
+        device = copy.device.to(self._device, torch.int64, copy=True)
+        self._report("host_slot_free", self.host.hold(host), _rid_of(copy))
+        self._flights.append(_Flight(event, host, device))
+        if self._ledger is not None:
+            self._ledger.hold(device)
+        return host, device
+
+    def _restore(self, copy: Copy, part: Ids, slots: torch.Tensor, since: Ids, event: Any) -> None:
+        ids = _ids_of(copy.host)[part]
+        there = self._upload(torch.from_numpy(ids))
+        load = _Load(slots, ids, since, False, copy.request, event)
+        self._come(load, lambda: self.host.copy(self._space.in_stream(there)))
+
+    def _adopt(self, copy: Copy, part: Ids, slots: torch.Tensor, event: Any) -> None:
+        """Records of the true tokens, for rows whose bytes are taken as they come."""
+        if copy.request is None:
+            raise GuardError(
+                f"{len(part)} host slots that storage has filled are loaded for no request, so that nobody knows "
+                "which tokens they hold; this SGLang loads in a way that is not covered"
+            )
+        stop = copy.start + len(copy.host)
+        chains = true_chains(copy.request, self._truth.anchor_of(copy.request), stop)[copy.start :][part]
+        positions = np.arange(copy.start, stop, dtype=np.int64)[part]
+        tokens = np.asarray(tokens_between(copy.request, copy.start, stop), dtype=np.int64)[part] & r.TOKEN_MASK
+        made = np.zeros((len(part), r.RECORD_WORDS), dtype=np.int64)
+        made[:, r.CHAIN] = chains.view(np.int64)
+        made[:, r.IDENTITY] = tokens | positions << 32 | r.LIVE_BIT
+        hot = self._upload(torch.from_numpy(made))
+        load = _Load(slots, _ids_of(copy.host)[part], np.zeros(len(part), np.int64), True, copy.request, event)
+        writers = torch.zeros(len(part), dtype=torch.int64, device=self._device)
+        self._come(load, lambda: (self._space.in_stream(hot), self._space.in_stream(writers)))
+
+    def _come(self, load: _Load, records: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        def restore() -> None:
+            slots = self._space.in_stream(load.slots)
+            self._space.records.restore(slots, records())
+            self._is_coming.index_fill_(0, slots, True)
+
+        self._space.defer(restore)
+        self._loads.append(load)
+
+    def _choose(self, slots: torch.Tensor, part: Ids) -> torch.Tensor:
+        return slots if len(part) == len(slots) else slots[self._upload(torch.from_numpy(part))]
+
+    def _upload(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return numbers.to(torch.int64, copy=True)
+        # Through pinned memory: else the host would wait for all that the stream has to do.
+        return numbers.to(torch.int64).pin_memory().to(self._device, non_blocking=True)
+
+    def _report(self, kind: str, ids: Ids, request: str | None = None) -> None:
+        self.found.extend(self._describe(kind, slot, request) for slot in ids.tolist())
+
+
+def _ids_of(host: torch.Tensor) -> Ids:
+    if host.device.type != "cpu":
+        raise GuardError(f"host slots were named on {host.device}; kvcanary follows those that are named on the CPU")
+    return host.numpy().astype(np.int64, copy=True)
+
+
+def _rid_of(copy: Copy) -> str | None:
+    return None if copy.request is None else copy.request.rid

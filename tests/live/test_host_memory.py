@@ -1,0 +1,97 @@
+"""Real servers with a hierarchical cache: what comes back from host memory intact is silent, what does not is found.
+
+A CPU has neither pinned memory nor SGLang's copy kernels: the launcher provides both.
+"""
+
+import random
+import re
+import time
+
+import pytest
+
+from kvcanary_plugin.demo.model import VOCABULARY
+from tests.host_copies import VARIABLE
+from tests.live.conftest import describe
+from tests.live.test_clean import assert_clean, drive
+
+pytestmark = pytest.mark.live
+LAUNCHER = "tests.live.with_host_memory"
+# Eight prompts of 150 tokens: more than the device has room for.
+STEMS = [[random.Random(i).randrange(3, VOCABULARY) for _ in range(150)] for i in range(8)]
+BASE = ["--enable-hierarchical-cache", "--hicache-ratio=3", "--max-total-tokens=900", "--kvcanary-scrub-budget=0.02"]
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "150"}
+
+
+def loads_of(server):
+    return [int(tokens) for tokens in re.findall(r"load \d+ of (\d+) tokens", server.log.read_text())]
+
+
+def ask_again(server, rounds, seed=0):
+    """Requests that go on from prompts which were pushed out in the meantime."""
+    rng = random.Random(seed)
+    for n in range(rounds):
+        stem = STEMS[n % len(STEMS)]
+        server.generate(stem + [rng.randrange(3, VOCABULARY)], rng.randrange(1, 12))
+
+
+def flush(server):
+    """SGLang refuses while it has anything left to do."""
+    for _ in range(50):
+        try:
+            return server.post("/flush_cache", {})
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(server.tail())
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        pytest.param(["--hicache-io-backend=direct", "--hicache-mem-layout=layer_first"], RETRACT, id="direct"),
+        pytest.param(["--hicache-io-backend=kernel", "--hicache-mem-layout=page_first"], {}, id="page-first"),
+        pytest.param(
+            ["--hicache-write-policy=write_back", "--hicache-io-backend=direct", "--disable-overlap-schedule"],
+            {},
+            id="write-back",
+        ),
+        pytest.param(
+            ["--hicache-write-policy=write_through_selective", "--page-size=16", "--hicache-io-backend=direct"],
+            {"TRITON_INTERPRET": "1"},
+            id="selective-page16",
+        ),
+    ],
+)
+def test_what_comes_back_intact_is_silent(guarded, flags, environment):
+    with guarded(flags=["--kvcanary=log", *BASE, *flags], environment=environment, launcher=LAUNCHER) as server:
+        drive(server, 200, clients=8, seed=4, abort_share=0.1)
+        ask_again(server, 40)
+        flush(server)
+        ask_again(server, 40, seed=1)
+        assert len(loads_of(server)) > 10, server.tail()
+        assert_clean(server)
+
+
+def test_a_bit_that_flips_in_host_memory_is_found_at_the_load(guarded):
+    flags = ["--kvcanary=log", *BASE, "--hicache-io-backend=direct", "--hicache-mem-layout=layer_first"]
+    with guarded(flags=flags, environment={VARIABLE: "5"}, launcher=LAUNCHER) as server:
+        ask_again(server, 40)
+        (violation,) = server.events("violation")
+    assert (violation["check"], violation["phase"], violation["tier"]) == ("content", "load", "host")
+    assert (violation["layer"], violation["half"]) == (1, "V")
+    assert violation["hop"] == "L1 device -> L2 host, or in L2 host", describe([violation])
+
+
+def test_quarantine_ends_the_request_and_the_next_one_is_right(guarded):
+    flags = ["--kvcanary=quarantine", *BASE, "--hicache-io-backend=direct", "--hicache-mem-layout=layer_first"]
+    with guarded(flags=flags, environment={VARIABLE: "5"}, launcher=LAUNCHER) as server:
+        expected, refused = {}, []
+        for n in range(40):
+            stem = n % len(STEMS)
+            try:
+                answer = server.generate([*STEMS[stem], 7], 6)["output_ids"]
+            except OSError as error:  # HTTP 500
+                refused.append((n, str(error)))
+                continue
+            assert answer == expected.setdefault(stem, answer)
+        assert len(refused) == 1, server.tail()
+        assert len(server.events("violation")) == 1
