@@ -33,11 +33,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="Check a page file of the storage tier. "
         "Exit code 0 if it is clean, 1 if damage was found, 2 if it is no page file or in use.",
     )
-    fsck.add_argument("file", metavar="FILE", help="the page file")
-    fsck.add_argument("--deep", action="store_true", help="read every page too, not only headers and trailers")
-    fsck.add_argument("--repair", action="store_true", help="drop damaged pages; good ones are never touched")
+    fsck.add_argument("file", metavar="FILE", help="The page file.")
+    fsck.add_argument("--deep", action="store_true", help="Read every page too, not only headers and trailers.")
+    fsck.add_argument("--repair", action="store_true", help="Drop damaged pages; good ones are never touched.")
     remote.add_commands(commands)
     command.add_command(commands)
+    for summary in commands._choices_actions:
+        commands.choices[summary.dest].description = summary.help  # with its exit codes
     return parser
 
 

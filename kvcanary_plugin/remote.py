@@ -110,9 +110,9 @@ def add_commands(commands: Any) -> None:
     """Add ``status``, ``set`` and ``audit`` to the subparsers of the command line."""
     at = argparse.ArgumentParser(add_help=False)
     at.add_argument(
-        "--url", default="http://127.0.0.1:30000", help="address of the SGLang server. Default: %(default)s"
+        "--url", default="http://127.0.0.1:30000", help="The address of the SGLang server. Default: %(default)s."
     )
-    at.add_argument("--json", action="store_true", help="print the state as JSON, one object for each replica")
+    at.add_argument("--json", action="store_true", help="Print JSON, one object for each replica. Default: a table.")
     at.epilog = f"The key of a server that asks for one is taken from {KEY_VARIABLE}."
     commands.add_parser(
         "status",
@@ -131,16 +131,21 @@ def add_commands(commands: Any) -> None:
     change.add_argument(
         "--mode",
         choices=MODES,
-        help="what damage leads to; quarantine only in a server that was started in it. After off, another mode takes "
-        "effect with the next flush of the cache",
+        help="What damage leads to; quarantine only in a server that was started in it. After off, another mode takes "
+        "effect with the next flush of the cache. Default: as it is.",
     )
-    change.add_argument("--checks", metavar="CHECK[,CHECK]", help=f"the checks to run, of {', '.join(CHECKS)}")
+    change.add_argument(
+        "--checks",
+        metavar="CHECK[,CHECK]",
+        help=f"The checks to run, of {', '.join(CHECKS)}, among those the server was started with. Default: as it is.",
+    )
     change.add_argument(
         "--scrub-budget",
         metavar="SHARE",
-        help="share of the time of a forward that the content pass may add, above 0 and at most 1, from its next pass",
+        help="The share of the time of a forward that the content pass may add, above 0 and at most 1, from its next "
+        "pass on. Default: as it is.",
     )
-    change.add_argument("--flush", action="store_true", help="flush the cache afterwards; nothing may be running")
+    change.add_argument("--flush", action="store_true", help="Flush the cache afterwards; nothing may be running.")
     audit = commands.add_parser(
         "audit",
         parents=[at],
@@ -149,7 +154,11 @@ def add_commands(commands: Any) -> None:
         "Exit code 0 if nothing was found, 1 if something was, 2 if it cannot be done.",
     )
     audit.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="give up waiting after it. Default: %(default)g"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Wait that many seconds for its end; it goes on in the server. Default: %(default)g.",
     )
 
 

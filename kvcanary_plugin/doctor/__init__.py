@@ -22,18 +22,18 @@ def add_command(commands: Any) -> None:
         help="Show what is installed, whether kvcanary can work here, and what it would check in a server. "
         "Exit code 1 if something would keep it from working.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object and nothing else.")
     parser.add_argument(
         "--kvcanary-hf3fs",
         dest="hf3fs",
         metavar="PATH",
-        help="look at the storage tier in this folder; default: that of the server's command line, or KVCANARY_HF3FS",
+        help="Look at the storage tier in this folder. Default: that of the server's command line, or KVCANARY_HF3FS",
     )
     parser.add_argument(
         "server",
         nargs="*",
         metavar="-- COMMAND",
-        help="a server's command line, to say what would be checked and what refused: "
+        help="A server's command line, to say what would be checked and what refused: "
         "-- sglang serve --model-path M --kvcanary log",
     )
 

@@ -20,18 +20,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="Say what event logs (--kvcanary-log) record: counts, servers, and a block for each finding. Exit code 0 "
         "if no damage is recorded, 1 if some is, injected faults included, 2 if a file is no event log.",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="an event log; those of several ranks are merged")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="An event log; those of several ranks are merged.")
     parser.add_argument(
         "--top",
         metavar="N",
         type=_read_count,
         default=DEFAULT_TOP,
-        help=f"how many findings are told in full, 0 for all; --json has all. Default: {DEFAULT_TOP}",
+        help=f"How many findings are told in full, 0 for all; --json has all. Default: {DEFAULT_TOP}.",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    form.add_argument("--html", metavar="PAGE", help="write a page with a timeline and a map of the pool instead")
-    parser.add_argument("--force", action="store_true", help="let --html replace a file that exists")
+    form.add_argument("--json", action="store_true", help="Print one JSON document instead of text.")
+    form.add_argument("--html", metavar="PAGE", help="Write a page with a timeline and a map of the pool instead.")
+    parser.add_argument("--force", action="store_true", help="Let --html replace a file that exists.")
 
 
 def run_report(options: argparse.Namespace) -> int:

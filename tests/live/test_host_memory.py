@@ -44,6 +44,12 @@ def flush(server):
     raise AssertionError(server.tail())
 
 
+def wait_until_stored(server, seconds=2.0):
+    """Storing goes on beside the server's work; nothing tells when it is over."""
+    time.sleep(seconds)
+    assert server.process.poll() is None, server.tail()
+
+
 @pytest.mark.parametrize(
     ("flags", "environment"),
     [
@@ -95,3 +101,23 @@ def test_quarantine_ends_the_request_and_the_next_one_is_right(guarded):
             assert answer == expected.setdefault(stem, answer)
         assert len(refused) == 1, server.tail()
         assert len(server.events("violation")) == 1
+
+
+def test_pages_from_storage_are_taken_over_after_a_restart(guarded, tmp_path):
+    """They have no record: one is made when they are loaded, and what is done with them from then on is silent."""
+    flags = [
+        *("--kvcanary=log", "--enable-hierarchical-cache", "--hicache-ratio=2", "--page-size=16"),
+        *("--max-total-tokens=1200", "--hicache-io-backend=direct", "--hicache-storage-prefetch-policy=wait_complete"),
+        *(f"--kvcanary-hf3fs={tmp_path}/pages?capacity=64MiB", "--kvcanary-scrub-budget=0.02"),
+        '--hicache-storage-backend-extra-config={"prefetch_threshold": 16}',
+    ]
+    answers = []
+    for _ in range(2):
+        with guarded(flags=flags, environment={"TRITON_INTERPRET": "1"}, launcher=LAUNCHER) as server:
+            answers.append([server.generate([*stem, 7], 3) for stem in STEMS[:6]])
+            ask_again(server, 12)
+            wait_until_stored(server)
+            assert_clean(server)
+    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers[1]]
+    assert sum(detail["storage"] for detail in details) >= 6 * 128
+    assert [answer["output_ids"] for answer in answers[0]] == [answer["output_ids"] for answer in answers[1]]
