@@ -176,6 +176,10 @@ def run_remote(options: argparse.Namespace, console: Console) -> int:
         return 2
     show(states, options, console)
     if options.command == "set":
+        if options.flush:
+            print("the cache was flushed", file=sys.stderr)
+        if any(state["state"] == "waiting" for state in states):
+            print("waiting: it takes effect with the next flush of the cache; --flush asks for one", file=sys.stderr)
         return 0
     return 0 if all(state["state"] == "guarding" and not any(state["violations"].values()) for state in states) else 1
 
@@ -214,7 +218,8 @@ def audit_server(server: Server, options: argparse.Namespace, console: Console) 
     for replica, audit in enumerate([] if options.json else audits):
         found = ", ".join(f"{count} {check}" for check, count in audit["violations"].items()) or "nothing"
         console.print(
-            f"replica {replica}: {audit['slots']} slots in {audit['seconds']:.1f} s, found {found}", highlight=False
+            f"replica {replica}: went over {audit['slots']} slots in {audit['seconds']:.3f} s, found {found}",
+            highlight=False,
         )
     return 1 if any(audit["violations"] for audit in audits) else 0
 
@@ -232,7 +237,8 @@ def show(states: list[dict[str, Any]], options: argparse.Namespace, console: Con
 
 
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
-    found = ", ".join(f"{count} {check}" for check, count in state["violations"].items() if count) or "none"
+    found = ", ".join(f"{count} {check}" for check, count in state["violations"].items() if count)
+    found = f"{found} since the start, repeats included" if found else "none"
     rows = [("state", f"{state['state']}, mode {state['mode']}"), ("violations", found)]
     if "pool" in state:
         off = [check for check in state["possible_checks"] if check not in state["checks"]]

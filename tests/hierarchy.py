@@ -107,6 +107,7 @@ class Hierarchy(Bookkeeping):
         self._replace(get_context(), "_server_args", args)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            self._undo.append(dist.destroy_process_group)
 
         dtype = torch.bfloat16
         if kind == "mha":

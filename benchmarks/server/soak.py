@@ -47,10 +47,13 @@ def soak(name: str, model: Path, seconds: float, folder: Path) -> dict[str, Any]
             if traffic.counts["failed"]:
                 raise SystemExit(f"{name}: {traffic.counts['failed']} requests failed\n{server.tail()}")
             round_number += 1
-            if round_number % 2:
-                server.post("/flush_cache", {})
-            else:
-                server.post("/update_weights_from_disk", {"model_path": str(model)})
+            path, body = (
+                ("/flush_cache", {}) if round_number % 2 else ("/update_weights_from_disk", {"model_path": str(model)})
+            )
+            try:
+                server.post(path, body)
+            except OSError as error:
+                raise SystemExit(f"{name}: {path}: {error}\n{server.tail()}") from error
             time.sleep(31 if deadline - time.monotonic() < BETWEEN_SECONDS else 1)  # the last heartbeat has it all
         if server.process.poll() is not None:
             raise SystemExit(f"{name}: the server ended\n{server.tail()}")

@@ -22,7 +22,9 @@ def add_command(commands: Any) -> None:
         help="Show what is installed, whether kvcanary can work here, and what it would check in a server. "
         "Exit code 1 if something would keep it from working.",
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object and nothing else.")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="Print one JSON object and nothing else.")
+    form.add_argument("--verbose", action="store_true", help="List every seam, also where all are as expected.")
     parser.add_argument(
         "--kvcanary-hf3fs",
         dest="hf3fs",
@@ -47,7 +49,7 @@ def run_doctor(options: argparse.Namespace, console: Console) -> int:
     if options.json:
         print(render_json(checkup), file=console.file)
     else:
-        render_text(checkup, console)
+        render_text(checkup, console, is_verbose=options.verbose)
     return checkup.code
 
 

@@ -17,6 +17,7 @@ _MARKS = {"ok": " ", "warning": "!", "error": "x"}  # so that a report without c
 _BAD = {"no", "drifted"}
 WIDE = 100  # columns
 NARROW_NAME = 29
+LONG = 20  # rows
 SHORT = 10  # cells up to this length are never folded
 
 
@@ -25,12 +26,15 @@ def render_json(checkup: Checkup) -> str:
     return json.dumps(checkup.to_dict(), indent=2)
 
 
-def render_text(checkup: Checkup, console: Console) -> None:
-    """Print sections, then problems, the most severe first, each with what to do about it."""
+def render_text(checkup: Checkup, console: Console, *, is_verbose: bool = True) -> None:
+    """Print sections, then problems, the most severe first, each with what to do about it.
+
+    Of a long table in which all is well, only ``is_verbose`` shows the rows.
+    """
     console.print(f"kvcanary {checkup.version} doctor", highlight=False)
     for section in checkup.sections:
         console.print()
-        if section.rows:
+        if section.rows and (is_verbose or len(section.rows) <= LONG or _has_bad(section)):
             console.print(_table_of(section, console.width < WIDE), highlight=False)
         else:
             console.print(Text(section.name, "bold"))
@@ -46,6 +50,10 @@ def render_text(checkup: Checkup, console: Console) -> None:
         problems.add_row("", _text(f"-> {problem.advice}"))
     if checkup.problems:
         console.print(problems, highlight=False)
+
+
+def _has_bad(section: Section) -> bool:
+    return any(cell in _BAD for row in section.rows for cell in row.values())
 
 
 def _summary_of(checkup: Checkup) -> Text:

@@ -114,6 +114,9 @@ class Changed:
 
     mode: str
     checks: tuple[str, ...] | None = None
+    state: str = "guarding"
+    scrub_budget: float | None = None
+    audit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

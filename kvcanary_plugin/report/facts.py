@@ -84,6 +84,14 @@ def _tell_containment(server: Server) -> Iterator[tuple[str, str]]:
             f"{quote_clause(totals.state)}: {totals.withheld_slots} slots withheld{refused}{lifted}, "
             f"{show_many(totals.ended_total, 'request')} ended, prefixes tainted: {totals.tainted_points}",
         )
+    for number, (time, change) in enumerate(server.changes):
+        if not number and server.change_count > len(server.changes):
+            yield "changed", f"{server.change_count - len(server.changes)} times before"
+        budget = "" if change.scrub_budget is None else f", budget {change.scrub_budget:g}"
+        checks = "" if change.checks is None else f", checks {quote_clause('+'.join(change.checks))}"
+        asked = ", an audit was asked for" if change.audit else ""
+        state = f"{quote_clause(change.state)}, mode {quote_clause(change.mode)}"
+        yield "changed", f"{show_time(time)}: {state}{checks}{budget}{asked}"
     if server.weights is not None:
         last = server.weights
         cache = "flushed" if last.flushed else "not flushed"

@@ -186,5 +186,5 @@ def _is_cut(raw: bytes, *, is_ended: bool) -> bool:
 def _error(place: str, problem: str) -> LogError:
     return LogError(
         f"kvcanary: {place} {problem}. Expected one JSON object a line, as a server with --kvcanary-log writes it: "
-        "give that file, or cut the line out"
+        "give such a file, or cut a line out that is damaged"
     )

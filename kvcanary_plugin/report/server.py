@@ -12,6 +12,7 @@ from .summary import Ended, Server
 GAP_SECONDS = 3 * PERIOD_SECONDS
 MAX_GAPS = 64
 MAX_ENDINGS = 16
+MAX_CHANGES = 16
 MAX_REMEMBERED = 65536
 
 
@@ -48,6 +49,8 @@ class ServerFacts:
         self._lifted = self._hidden = self._mixed = self._updates = 0
         self._weights: e.Weights | None = None
         self._endings: list[Ended] = []
+        self._changes: list[tuple[float, e.Changed]] = []
+        self._change_count = 0
 
     def is_restart(self, attached: e.Attached) -> bool:
         """Whether another process begins with this: the pool is guarded already."""
@@ -64,6 +67,8 @@ class ServerFacts:
             self._attached.append(said)
             self.mode, self.checks = said.mode, said.checks
         elif isinstance(said, e.Changed):
+            self._change_count += 1
+            self._changes = [*self._changes, (origin.time, said)][-MAX_CHANGES:]
             self.mode = said.mode
             self.checks = self.checks if said.checks is None else said.checks
         elif isinstance(said, e.Heartbeat):
@@ -112,6 +117,8 @@ class ServerFacts:
             weights_count=self._updates,
             mixed_count=self._mixed,
             endings=tuple(self._endings),
+            changes=tuple(self._changes),
+            change_count=self._change_count,
             violation_count=self.violation_count,
             hidden_count=self._hidden,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .bins import Bins
 from .drill import Drill
-from .events import Attached, Containment, Found, Heartbeat, Weights
+from .events import Attached, Changed, Containment, Found, Heartbeat, Weights
 
 WHOLE_SLOT = -1  # row of a map for damage that is not in one layer
 
@@ -56,6 +56,7 @@ class Server:
         gaps: from the one heartbeat to the next where that took too long, the longest ones.
         containment: the last totals of mode ``quarantine``.
         weights: the last update.
+        changes: of settings while it ran, and when; the last ones.
         mixed_count: requests that ran on through updates.
         endings: ``detached``, ``uncovered`` and ``stopped``.
         violation_count: reports of damage, one for each check and place.
@@ -76,6 +77,8 @@ class Server:
     lifted_slots: int = 0
     weights: Weights | None = None
     weights_count: int = 0
+    changes: tuple[tuple[float, Changed], ...] = ()
+    change_count: int = 0
     mixed_count: int = 0
     endings: tuple[Ended, ...] = ()
     violation_count: int = 0

@@ -13,10 +13,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import GuardError
 from ..kernels import record as r
 
 Ids = npt.NDArray[np.int64]
 Records = tuple[torch.Tensor, torch.Tensor]
+
+
+def ids_of(slots: torch.Tensor) -> Ids:
+    """A copy of host slots, int (n,), as numpy.
+
+    Raises:
+        GuardError: they are not on the CPU.
+    """
+    if slots.device.type != "cpu":
+        raise GuardError(f"host slots were named on {slots.device}; kvcanary follows those that are named on the CPU")
+    return slots.numpy().astype(np.int64, copy=True)
 
 
 class HostRecords:

@@ -9,8 +9,18 @@ import torch
 
 from ..kernels.mixing import mix_
 from ..pool_patcher.sources import SourceTable
+from .cause import ROUND_TRIP, TO_DEVICE, TO_HOST
+from .violation import Violation
 
 HALVES = ("K", "V")
+
+
+def locate_hop(pool: Any, slot: int, table: SourceTable, violation: Violation) -> str:
+    """On which way the bytes went wrong that came from host slot ``slot``, which has not been filled anew since."""
+    now = fold_host_slot(pool, slot, table)
+    if now is None:
+        return ROUND_TRIP
+    return {violation.stored_hash: TO_HOST, violation.expected_hash: TO_DEVICE}.get(now, ROUND_TRIP)
 
 
 def fold_host_slot(pool: Any, slot: int, table: SourceTable) -> int | None:

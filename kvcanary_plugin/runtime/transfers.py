@@ -21,9 +21,9 @@ import torch
 from ..errors import GuardError
 from ..kernels import record as r
 from ..kernels.backend import Backend
-from .cause import ROUND_TRIP, TO_DEVICE, TO_HOST
-from .host_records import HostRecords, Ids
-from .host_rows import fold_host_slot
+from .cause import ROUND_TRIP, TO_DEVICE
+from .host_records import HostRecords, Ids, ids_of
+from .host_rows import locate_hop
 from .ledger import Ledger
 from .space import Space
 from .step import Step
@@ -108,11 +108,11 @@ class Transfers:
     def note_alloc(self, host: torch.Tensor | None) -> None:
         """The host pool gave out slots (n,); None if it could not."""
         if host is not None:
-            self.host.give(_ids_of(host))
+            self.host.give(ids_of(host))
 
     def note_free(self, host: torch.Tensor) -> None:
         """The host pool takes back slots (n,)."""
-        used, free = self.host.take_back(_ids_of(host))
+        used, free = self.host.take_back(ids_of(host))
         if len(used):  # SGLang may know that a transfer is over, and we not yet
             under_way = [flight.host for flight in tuple(self._flights) if not flight.event.query()]
             used = np.intersect1d(used, np.concatenate(under_way)) if under_way else used[:0]
@@ -186,9 +186,12 @@ class Transfers:
         """Let go of what transfers that are over have used. Does not wait."""
         if not self._flights:
             return
-        over = [flight for flight in self._flights if flight.event.query()]
+        over: list[_Flight] = []
+        under_way: list[_Flight] = []
+        for flight in self._flights:
+            (over if flight.event.query() else under_way).append(flight)
+        self._flights = under_way
         for flight in over:
-            self._flights.remove(flight)
             self.host.let_go(flight.host)
             if self._ledger is not None:
                 self._ledger.land(flight.device)
@@ -211,14 +214,12 @@ class Transfers:
         if load is None:
             return violation
         slot, since = int(load.host[at]), int(load.since[at])
-        hop, last_good = ROUND_TRIP, f"on the device, when it was copied to host slot {slot} ahead of step {since}"
         is_there = self.host.since[slot] == since
-        now = fold_host_slot(self.host_pool, slot, self._space.slots.table) if is_there else None
-        if now is not None and now == violation.expected_hash:
-            hop, last_good = TO_DEVICE, f"in host slot {slot}, where it still is"
-        elif now is not None and now == violation.stored_hash:
-            hop = TO_HOST
-        place = next((index for index, request in enumerate(step.requests) if request is load.request), None)
+        hop = locate_hop(self.host_pool, slot, self._space.slots.table, violation) if is_there else ROUND_TRIP
+        last_good = f"on the device, when it was copied to host slot {slot} ahead of step {since}"
+        if hop == TO_DEVICE:
+            last_good = f"in host slot {slot}, where it still is"
+        rows = [row for row, request in zip(step.rows, step.requests, strict=False) if request is load.request]
         if len(self._damages) >= MAX_DAMAGES:
             self._damages.clear()
         way = self._damages[damage] = {"tier": "host", "hop": hop, "last_good": last_good, "host_slot": slot}
@@ -226,7 +227,7 @@ class Transfers:
             violation,
             **way,
             request=None if load.request is None else load.request.rid,
-            request_row=None if place is None else step.rows[place],
+            request_row=rows[0] if rows else None,
         )
 
     def _keep(self, event: Any) -> Any:
@@ -239,7 +240,7 @@ class Transfers:
         return kept
 
     def _take_off(self, copy: Copy, event: Any) -> tuple[Ids, torch.Tensor]:
-        host = _ids_of(copy.host)
+        host = ids_of(copy.host)
         device = copy.device.to(self._device, torch.int64, copy=True)
         self._report("host_slot_free", self.host.hold(host), _rid_of(copy))
         self._flights.append(_Flight(event, host, device))
@@ -248,7 +249,7 @@ class Transfers:
         return host, device
 
     def _restore(self, copy: Copy, part: Ids, slots: torch.Tensor, since: Ids, event: Any) -> None:
-        ids = _ids_of(copy.host)[part]
+        ids = ids_of(copy.host)[part]
         there = self._upload(torch.from_numpy(ids))
         load = _Load(slots, ids, since, False, copy.request, event)
         self._come(load, lambda: self.host.copy(self._space.in_stream(there)))
@@ -268,7 +269,7 @@ class Transfers:
         made[:, r.CHAIN] = chains.view(np.int64)
         made[:, r.IDENTITY] = tokens | positions << 32 | r.LIVE_BIT
         hot = self._upload(torch.from_numpy(made))
-        load = _Load(slots, _ids_of(copy.host)[part], np.zeros(len(part), np.int64), True, copy.request, event)
+        load = _Load(slots, ids_of(copy.host)[part], np.zeros(len(part), np.int64), True, copy.request, event)
         writers = torch.zeros(len(part), dtype=torch.int64, device=self._device)
         self._come(load, lambda: (self._space.in_stream(hot), self._space.in_stream(writers)))
 
@@ -292,12 +293,6 @@ class Transfers:
 
     def _report(self, kind: str, ids: Ids, request: str | None = None) -> None:
         self.found.extend(self._describe(kind, slot, request) for slot in ids.tolist())
-
-
-def _ids_of(host: torch.Tensor) -> Ids:
-    if host.device.type != "cpu":
-        raise GuardError(f"host slots were named on {host.device}; kvcanary follows those that are named on the CPU")
-    return host.numpy().astype(np.int64, copy=True)
 
 
 def _rid_of(copy: Copy) -> str | None:

@@ -31,7 +31,7 @@ def ask_again(server, rounds, seed=0):
     rng = random.Random(seed)
     for n in range(rounds):
         stem = STEMS[n % len(STEMS)]
-        server.generate(stem + [rng.randrange(3, VOCABULARY)], rng.randrange(1, 12))
+        server.generate([*stem, rng.randrange(3, VOCABULARY)], rng.randrange(1, 12))
 
 
 def flush(server):

@@ -1,4 +1,4 @@
-"""SGLang's launcher, with a hierarchical cache that works on a CPU. Run as a module in place of ``sglang.launch_server``.
+"""SGLang's launcher, with a hierarchical cache that works on a CPU. Run in place of ``sglang.launch_server``.
 
 The code at the top also runs in the scheduler process, which is spawned from here.
 """
@@ -33,10 +33,10 @@ _loads = 0
 
 
 def _without_pinning(init: Any) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "pin_memory": False})
 
-    return __init__
+    return unpinned
 
 
 def _with_bad_memory(start_loading: Any) -> Any:

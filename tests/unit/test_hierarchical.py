@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,12 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvcanary_plugin.errors import GuardError, UncoveredError
+from kvcanary_plugin.patches.hierarchical import list_host_gaps, list_pool_gaps
 from kvcanary_plugin.runtime.cause import ROUND_TRIP, TO_DEVICE, TO_HOST
 from kvcanary_plugin.runtime.violation import Violation
 from tests.hierarchy import Gate, Hierarchy
+from tests.unit.test_window import WindowEngine
 
 PROMPT = list(range(100, 148))
 WAYS = [("direct", "layer_first"), ("direct", "page_first_direct"), ("kernel", "layer_first"), ("kernel", "page_first")]
@@ -44,7 +48,8 @@ def serve_some(hierarchy: Hierarchy, seed: int, rounds: int) -> int:
             stem = rng.choice(stems)[: rng.choice((16, 32, 48))]
             batch.append(hierarchy.request(tokens=stem + [rng.randrange(1000) for _ in range(rng.randrange(1, 8))]))
         before = len(hierarchy.transfers.landed)
-        launched = [hierarchy.prefill(request) for request in batch]
+        # Both at once share one load; the tree may have given up what the second would have matched.
+        launched = [hierarchy.prefill(*batch)] if rng.random() < 0.5 else [hierarchy.prefill(each) for each in batch]
         loaded += sum(len(load.slots) for _, load in list(hierarchy.transfers.landed)[before:])
         for each in launched:
             hierarchy.process(each)
@@ -455,3 +460,75 @@ def test_the_same_damage_is_one_report_however_often_it_is_loaded(make):
     (violation,) = hierarchy.violations
     assert violation.phase == "load"
     assert hierarchy.reporter.counts["content"] >= 6  # each time at the load, and by the rotating pass
+
+
+# What is refused
+
+
+class MHATokenToKVPool: ...
+
+
+class MLATokenToKVPoolFP4(MHATokenToKVPool): ...
+
+
+class MHATokenToKVPoolHost: ...
+
+
+class MambaPoolHost: ...
+
+
+class HiCacheController:
+    def __init__(self, pool: object, host: object, entries: tuple[object, ...] = ()) -> None:
+        self.mem_pool_device = pool
+        self.mem_pool_host = host if not entries else SimpleNamespace(
+            anchor_entry=SimpleNamespace(host_pool=host), entries=entries
+        )  # fmt: skip
+
+
+class HybridCacheController(HiCacheController): ...
+
+
+def test_only_plain_pools_are_followed():
+    assert list_pool_gaps(SimpleNamespace(token_to_kv_pool=MHATokenToKVPool())) == []
+    (gap,) = list_pool_gaps(SimpleNamespace(token_to_kv_pool=MLATokenToKVPoolFP4()))
+    assert gap.startswith("--enable-hierarchical-cache is not covered yet for KV pool MLATokenToKVPoolFP4")
+
+
+def test_what_a_controller_copies_decides():
+    pool, host, known = MHATokenToKVPool(), MHATokenToKVPoolHost(), ("HiCacheController",)
+    assert list_host_gaps(HiCacheController(pool, host), known) == []
+    assert list_host_gaps(HiCacheController(pool, host, entries=(1,)), known) == []
+    refused = [
+        (HybridCacheController(pool, host), "cache controller HybridCacheController"),
+        (HiCacheController(MLATokenToKVPoolFP4(), host), "KV pool MLATokenToKVPoolFP4"),
+        (HiCacheController(pool, MambaPoolHost()), "host pool MambaPoolHost"),
+        (HiCacheController(pool, host, entries=(1, 2)), "more than one host pool"),
+    ]
+    for controller, words in refused:
+        (gap,) = list_host_gaps(controller, known)
+        assert words in gap
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_host_pool_that_is_not_covered_stops_the_start_unless_allowed(make, allowed):
+    hierarchy = make(allow_uncovered=allowed)
+    session, stop = (
+        hierarchy.session,
+        nullcontext() if allowed else pytest.raises(UncoveredError, match="no such thing"),
+    )
+    with stop:
+        session.open_host(hierarchy.allocator, hierarchy.host, bool, ["no such thing"])
+    assert session.guard is None
+
+
+def test_a_host_pool_of_another_allocator_is_nobodys_concern(make):
+    hierarchy = make()
+    kept = hierarchy.transfers
+    hierarchy.session.open_host(object(), object(), bool, ["no such thing"])
+    assert hierarchy.transfers is kept
+
+
+def test_a_pool_with_more_than_one_space_is_refused():
+    engine = WindowEngine()
+    with pytest.raises(GuardError, match="more than one space"):
+        engine.guard.open_host(SimpleNamespace(size=8), bool)

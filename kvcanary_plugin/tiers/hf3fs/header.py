@@ -110,7 +110,9 @@ def read_header(fd: int, path: str) -> tuple[Header, list[str]]:
         except NotAPageFile as error:
             faults.append(f"header copy {name}: {error}")
     if not copies:
-        raise NotAPageFile(f"{path} is not a page file ({'; '.join(faults)}): give another path, or remove the file")
+        raise NotAPageFile(
+            f"{path} is not a page file ({'; '.join(faults)}): give another path, or remove the file if it is not needed"
+        )
     newest = max(copies, key=lambda header: (header.epoch, header.revision))
     if not faults and copies[0] != copies[1]:
         stale = "A" if newest is copies[1] else "B"
