@@ -25,8 +25,9 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     commands.add_parser(
         "demo",
-        help="Start a tiny server on the CPU, damage its KV in five ways and show every report; one to two minutes, more on a busy machine. "
-        "Exit code 0 only if every fault was found in the right place and nothing else was reported.",
+        help="Start a tiny server on the CPU, damage its KV in five ways and show every report; one to two minutes, "
+        "more on a busy machine. Exit code 0 only if every fault was found in the right place and nothing else was "
+        "reported.",
     )
     fsck = commands.add_parser(
         "fsck",

@@ -6,6 +6,7 @@ They use SGLang's own HTTP server: ``/server_info`` and ``/set_internal_state``,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .config import CHECKS, MODES, OPTIONS
 from .errors import ConfigError
@@ -25,11 +27,22 @@ from .runtime.control import STATE_SCHEMA, Change
 
 KEY_VARIABLE = "KVCANARY_API_KEY"
 POLL_SECONDS = 0.2
+MAX_ANSWER_BYTES = 16 << 20
 _PARSERS = {option.field: option.parse for option in OPTIONS}
 
 
 class RemoteError(Exception):
     """The server cannot be reached, refuses, or runs without a guard. ``str()`` is one sentence for people."""
+
+
+class _Direct(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the key to another server, and a POST would become a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_Direct)
 
 
 class Server:
@@ -39,6 +52,8 @@ class Server:
         """``key``: the one SGLang asks for: its ``--admin-api-key`` if it has one, else its ``--api-key``."""
         if not url.startswith(("http://", "https://")):
             raise RemoteError(f"kvcanary: --url {url!r} is no address; it looks like http://127.0.0.1:30000")
+        if key and not (key.isascii() and key.isprintable()):
+            raise RemoteError(f"kvcanary: the key in {KEY_VARIABLE} has characters that HTTP cannot send; a line end?")
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_seconds = timeout_seconds
@@ -50,7 +65,12 @@ class Server:
             RemoteError: see there.
         """
         answer = self._call("/server_info")
-        states = [each.get("kvcanary") for each in answer.get("internal_states", [])]
+        replicas = answer.get("internal_states") if isinstance(answer, dict) else None
+        if not isinstance(replicas, list):
+            raise RemoteError(
+                f"kvcanary: {self._url} does not answer like SGLang: {str(answer)[:200]!a}; is --url right?"
+            )
+        states: list[Any] = [each.get("kvcanary") if isinstance(each, dict) else None for each in replicas]
         if not states or not all(isinstance(state, dict) and state.get("schema") == STATE_SCHEMA for state in states):
             raise RemoteError(
                 f"kvcanary: the server at {self._url} runs without kvcanary, or with another version of it; "
@@ -64,13 +84,18 @@ class Server:
         Raises:
             RemoteError: it was refused, and why.
         """
-        before = self.states()
+        self.states()
         accepted = self._call("/set_internal_state", {"server_args": {change.to_key(): 1}})
         if isinstance(accepted, list) and accepted and all(accepted):
             return
-        lasts = [state["last_change"] for state in self.states()] or [state["last_change"] for state in before]
-        reasons = {last["why"] for last in lasts if last and last["id"] == change.id and not last["accepted"]}
-        raise RemoteError("; ".join(sorted(reasons)) or "kvcanary: the server refused, and does not say why")
+        outcomes = [
+            last for state in self.states() for last in state.get("last_changes", []) if last["id"] == change.id
+        ]
+        reasons = {last["why"] for last in outcomes if not last["accepted"]}
+        why = "; ".join(sorted(reasons)) or "kvcanary: the server refused, and does not say why"
+        if isinstance(accepted, list) and any(accepted):
+            why += f"; {sum(map(bool, accepted))} of {len(accepted)} replicas have taken it over"
+        raise RemoteError(why)
 
     def flush(self) -> None:
         """Drop every cached prefix, which SGLang does only while nothing runs.
@@ -85,24 +110,30 @@ class Server:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_seconds) as response:
-                text = response.read().decode()
+            request = urllib.request.Request(self._url + path, data=data, headers=headers)
+            with _OPENER.open(request, timeout=self._timeout_seconds) as response:
+                text = response.read(MAX_ANSWER_BYTES).decode(errors="replace")
         except urllib.error.HTTPError as error:
+            said = ""
             if error.code in (401, 403):
                 raise RemoteError(
                     f"kvcanary: {self._url}{path} asks for a key (HTTP {error.code}); put the server's admin key, or "
                     f"its API key where it has no admin key, into {KEY_VARIABLE}"
                 ) from error
-            said = error.read(300).decode(errors="replace").strip()
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                said = error.read(300).decode(errors="replace").strip()
             raise RemoteError(f"kvcanary: {self._url}{path} answered HTTP {error.code}: {said!r}") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+        ) as error:  # ValueError: a URL or key that cannot be sent
             reason = getattr(error, "reason", None) or error
             raise RemoteError(f"kvcanary: cannot reach {self._url}: {reason}; is the server up?") from error
         try:
             return json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return text
 
 
@@ -155,11 +186,18 @@ def add_commands(commands: Any) -> None:
     )
     audit.add_argument(
         "--timeout",
-        type=float,
+        type=_read_seconds,
         default=600.0,
         metavar="SECONDS",
         help="Wait that many seconds for its end; it goes on in the server. Default: %(default)g.",
     )
+
+
+def _read_seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) >= 0:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def run_remote(options: argparse.Namespace, console: Console) -> int:
@@ -174,6 +212,9 @@ def run_remote(options: argparse.Namespace, console: Console) -> int:
     except (RemoteError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("kvcanary: interrupted; an audit under way goes on in the server", file=sys.stderr)
+        return 130
     show(states, options, console)
     if options.command == "set":
         if options.flush:
@@ -196,7 +237,10 @@ def change_server(server: Server, options: argparse.Namespace) -> None:
     if values:
         server.change(Change(id=uuid.uuid4().hex, **values))
     if options.flush:
-        server.flush()
+        try:
+            server.flush()
+        except RemoteError as error:
+            raise RemoteError(f"{error}{' (the change itself is in force)' if values else ''}") from error
 
 
 def audit_server(server: Server, options: argparse.Namespace, console: Console) -> int:
@@ -208,6 +252,8 @@ def audit_server(server: Server, options: argparse.Namespace, console: Console) 
         audits = [state["audit"] for state in states if state.get("audit")]
         if len(audits) < len(states):
             raise RemoteError("kvcanary: the guard is gone in the middle of the audit; look at the server's log")
+        if stopped := {audit["why"] for audit in audits if audit["state"] == "stopped"}:
+            raise RemoteError(f"kvcanary: the audit was stopped: {'; '.join(sorted(stopped))}")
         if all(audit["state"] == "done" for audit in audits):
             break
         if time.monotonic() > give_up:
@@ -232,8 +278,12 @@ def show(states: list[dict[str, Any]], options: argparse.Namespace, console: Con
     for replica, state in enumerate(states):
         table = Table(title=f"replica {replica}", show_header=False, title_justify="left")
         for name, value in _rows(state):
-            table.add_row(name, value)
+            table.add_row(name, Text(_escape(value)))
         console.print(table)
+
+
+def _escape(text: str) -> str:
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:

@@ -47,6 +47,7 @@ def soak(name: str, model: Path, seconds: float, folder: Path) -> dict[str, Any]
             if traffic.counts["failed"]:
                 raise SystemExit(f"{name}: {traffic.counts['failed']} requests failed\n{server.tail()}")
             round_number += 1
+            time.sleep(3)  # SGLang ends itself if weights are updated while an aborted request still runs
             path, body = (
                 ("/flush_cache", {}) if round_number % 2 else ("/update_weights_from_disk", {"model_path": str(model)})
             )

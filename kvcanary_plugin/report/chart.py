@@ -102,7 +102,7 @@ def draw_maps(summary: Summary) -> tuple[Chart, ...]:
 
 def _draw_map(pool_map: PoolMap) -> Chart:
     damage = pool_map.damage
-    last = (pool_map.slots or (damage.last or 0) + 1) - 1
+    last = max(pool_map.slots or (damage.last or 0) + 1, 1) - 1  # a log may say anything
     damaged = max((layer for layer, _ in damage.rows), default=WHOLE_SLOT) + 1
     layers = max(damaged, min(pool_map.layers, MAX_LAYERS))
     height = -(-layers // LAYER_ROWS) or 1

@@ -7,6 +7,7 @@ change is taken over as a whole or refused as a whole. Nothing of it survives a 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
@@ -24,6 +25,7 @@ PREFIX = "kvcanary?"
 STATE_SCHEMA = 1
 CHANGEABLE = ("mode", "checks", "scrub_budget")
 MAX_ID_LENGTH = 64
+MAX_REMEMBERED = 16
 _OPTION = {option.field: option for option in OPTIONS if option.field in CHANGEABLE}
 
 
@@ -71,7 +73,11 @@ def parse_change(text: str) -> Change:
         elif name == "audit" and value == "1":
             values[name] = True
         elif name == "id":
-            values[name] = value[:MAX_ID_LENGTH]
+            if not (value.isascii() and value.isprintable() and len(value) <= MAX_ID_LENGTH):
+                raise ConfigError(
+                    f"kvcanary: id {value[:40]!a} is not at most {MAX_ID_LENGTH} printable ASCII characters"
+                )
+            values[name] = value
         else:
             raise ConfigError(
                 f"kvcanary: {name[:40]!r}={value[:40]!r} cannot be changed in a running server; "
@@ -85,7 +91,7 @@ class Control:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._last: dict[str, Any] | None = None
+        self._lasts: deque[dict[str, Any]] = deque(maxlen=MAX_REMEMBERED)  # several operators may ask at once
 
     def apply(self, text: str) -> bool:
         """Do what ``text`` asks for, see :func:`parse_change`. Returns whether it was done; why not is in the state."""
@@ -95,11 +101,17 @@ class Control:
             self._check(change)
         except ConfigError as error:
             logger.warning("%s (refused; nothing was changed)", error)
-            self._last = {"id": change.id, "accepted": False, "why": str(error)}
+            self._lasts.append({"id": change.id, "accepted": False, "why": str(error)})
             return False
         self._session.change(change)
-        self._last = {"id": change.id, "accepted": True, "why": ""}
-        return True
+        is_done = self._session.guard is not None
+        why = (
+            ""
+            if is_done
+            else "kvcanary: the guard met an error of its own meanwhile and let go; look at the server's log"
+        )
+        self._lasts.append({"id": change.id, "accepted": is_done, "why": why})
+        return is_done
 
     def _check(self, change: Change) -> None:
         session = self._session
@@ -136,7 +148,8 @@ class Control:
             "state": session.state,
             "mode": session.mode,
             "violations": dict(session.reporter.counts),
-            "last_change": self._last,
+            "last_change": self._lasts[-1] if self._lasts else None,
+            "last_changes": list(self._lasts),
         }
         if guard is not None:
             state |= {

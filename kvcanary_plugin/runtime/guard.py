@@ -207,7 +207,8 @@ class Guard:
         step.requests, step.rows, step.prefix_lens = list(requests), rows, prefix_lens
         step.verify_total, step.write_total, step.started = sum(prefix_lens), sum(write_lens), ()
         step.marks, step.found = NO_MARKS, []
-        self.verified += step.verify_total
+        if self.spaces[0].verifies:
+            self.verified += step.verify_total
         self.stored += step.write_total
         # Every request stores at least one token.
         step.is_decode = 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None

@@ -121,7 +121,7 @@ class Judge:
             violations += explained
         if self.muted:
             violations = [violation for violation in violations if violation.check not in self.muted]
-            if not violations:
+            if not violations and not step.hidden:
                 return
         self._reporter.is_quiet = self.policy is not None and self.policy.is_degraded
         fresh = self._reporter.report(violations)

@@ -46,6 +46,7 @@ class Ledger:
         tenants, history: who is who, and what was done lately.
         may_share: nobody tells which slots the radix tree holds, so requests may share any.
         before_free: called ahead of every free, so that transfers which are over have landed by then.
+        is_muted: nobody listens: what is found takes no room from what other checks find.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Ledger:
         self.history = EventHistory(max(64, records.slot_count // _SLOTS_PER_REMEMBERED))
         self.may_share = True
         self.before_free: Callable[[], None] | None = None
+        self.is_muted = False
+        self._unheard = ViolationBuffer(1, device)
         self._allocator = allocator
         self._req_to_token = req_to_token
         self._records = records
@@ -192,6 +195,7 @@ class Ledger:
 
     def apply(self, step: int, violations: ViolationBuffer) -> None:
         """Bring the ledger up to what was noted, ahead of forward ``step``. Enqueued on the forward's stream."""
+        violations = self._unheard if self.is_muted else violations
         if self._left:
             # Ahead of the frees: a finished request frees its slots first and its row last.
             rows = torch.tensor(self._left, pin_memory=not self._on_host).to(self.seats.device, non_blocking=True)
@@ -246,6 +250,7 @@ class Ledger:
                 row that was checked before is not checked again until a slot is freed: who owns its slots cannot have
                 changed, and what was added since, the forwards of its own request have claimed.
         """
+        violations = self._unheard if self.is_muted else violations
         self._backend.claim_writes(
             words=self.words,
             seats=self.seats,

@@ -16,8 +16,9 @@ _STRETCHES = 256
 class Scrubber:
     """Walks the pool in slot order, a fixed number of slots after each forward.
 
-    The rate is set from the budget once enough forwards were timed, and after that only ever raised, and only between
-    two passes: so the period in force when a slot is damaged bounds the forwards until it is folded, in every case.
+    The rate is set from the budget once enough forwards were timed, and again for another budget; otherwise it is only
+    ever raised. It changes between two passes only, and a lower one is announced a whole pass ahead: so the period in
+    force when a slot is damaged bounds the forwards until it is folded, in every case.
 
     Attributes:
         slot_count: slots it goes over.
@@ -33,6 +34,7 @@ class Scrubber:
         self._slot_count = slot_count
         self._budget = budget
         self._is_budget_new = False
+        self._announced = 0  # the lower rate of the pass after this one, 0 for none
         self._hurried = 0
         self._cursor = first_slot
         self._durations: list[float] = []
@@ -48,7 +50,8 @@ class Scrubber:
     @property
     def period_forwards(self) -> int:
         """Forwards within which every slot is folded at least once, wherever the pass stands."""
-        return -(-(self._slot_count - self._first_slot) // self.slots_a_forward)
+        rate = self._announced or self.slots_a_forward
+        return -(-(self._slot_count - self._first_slot) // rate)
 
     @property
     def period_seconds(self) -> float | None:
@@ -56,13 +59,17 @@ class Scrubber:
         return None if self.interval_seconds is None else self.period_forwards * self.interval_seconds
 
     def set_budget(self, budget: float) -> None:
-        """Another share of the time of a forward, from the next pass on: only then may the period grow."""
+        """Another share of the time of a forward: a larger one from the next pass on, a smaller one a pass later."""
         self._budget = budget
         self._is_budget_new = True
 
     def hurry(self) -> None:
         """Go over every slot once, from here on, as fast as serving allows."""
         self._hurried = self.slot_count
+
+    def relax(self) -> None:
+        """No need to hurry any more."""
+        self._hurried = 0
 
     @property
     def is_hurried(self) -> bool:
@@ -118,6 +125,8 @@ class Scrubber:
         self._place = reached % _STRETCHES
 
     def _settle_rate(self) -> None:
+        if self._announced:
+            self.slots_a_forward, self._announced = self._announced, 0
         if not self.wants_timing:
             # A short forward, not the median: with a rate set for long prefills the decode steps would exceed the
             # budget.
@@ -133,16 +142,18 @@ class Scrubber:
         if is_slower and not self._is_budget_new:
             return
         self._is_budget_new = False
-        self.slots_a_forward = affordable
+        # Slots that lie behind the cursor by now were promised the period in force: one more pass has to keep it.
+        self._announced = affordable if affordable < self.slots_a_forward else 0
+        self.slots_a_forward = max(self.slots_a_forward, affordable)
         self.interval_seconds = interval
         logger.info(
             "kvcanary: content pass folds %d slots a forward, the whole pool of %d every %d forwards (about %.1f s), "
             "%.2f%% of a short forward of %.2f ms; budget %.2f%%",
-            self.slots_a_forward,
+            affordable,
             self._slot_count - self._first_slot,
             self.period_forwards,
             self.period_forwards * interval,
-            100 * self.slots_a_forward * self.seconds_a_slot / interval,
+            100 * affordable * self.seconds_a_slot / interval,
             1000 * interval,
             100 * self._budget,
         )

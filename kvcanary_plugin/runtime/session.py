@@ -161,6 +161,7 @@ class Session:
             guard.settings.set_mode(change.mode, self.policy)
             if change.mode == "off":
                 self.is_paused = True
+                guard.settings.stop_audit("the mode was set to off")
         if change.checks is not None:
             guard.settings.set_checks(change.checks)
         if change.scrub_budget is not None:

@@ -39,6 +39,7 @@ class Settings:
     ) -> None:
         """``on_host``: the pool lies in host memory, where everything is done in the order in which it is asked for."""
         self._spaces = spaces
+        self._ledger = ledger
         self._scrubbers = [space.scrubber for space in spaces if space.scrubber is not None]
         self._judge = judge
         self._launches = launches
@@ -69,8 +70,12 @@ class Settings:
             space.folds = "content" in checks and space.scrubber is not None
             space.poisons = "presence" in checks and space.presence is not None
         self._launches.rows_tell = "chain" in checks
+        if self._ledger is not None:
+            self._ledger.is_muted = "ownership" not in checks
         if self._captured is not None:
             self._captured.forget()
+        if "content" not in checks:
+            self.stop_audit("the check content was switched off")
 
     def set_mode(self, mode: str, policy: Policy | None) -> None:
         """What a violation does from now on; ``policy`` counts in ``quarantine`` only."""
@@ -88,3 +93,8 @@ class Settings:
         number = 1 if self.audit is None else self.audit.number + 1
         self.audit = Audit(number, self._scrubbers, violations)
         self._idle.is_woken = True
+
+    def stop_audit(self, why: str) -> None:
+        """Whoever waits for an audit under way need not wait any more."""
+        if self.audit is not None:
+            self.audit.stop(why)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcanary_plugin.config import Config
+from kvcanary_plugin.config import CHECKS, Config
 from kvcanary_plugin.errors import ConfigError, CorruptionError
 from kvcanary_plugin.runtime.control import Change, parse_change
 from kvcanary_plugin.runtime.scrubber import CALIBRATION_FORWARDS, Scrubber
@@ -110,11 +113,12 @@ def test_a_change_comes_back_from_the_name_that_carries_it():
     ],
 )
 def test_what_cannot_be_changed_is_refused_as_a_whole(engine, text, why):
-    before = {key: value for key, value in engine.state.items() if key != "last_change"}
+    before = {key: value for key, value in engine.state.items() if key[:11] != "last_change"}
     others = "" if text.startswith("scrub_budget") else "&scrub_budget=0.5"
     assert not engine.session.control.apply(f"kvcanary?id=x{others}&{text}")
     after = engine.state
     assert why in after.pop("last_change")["why"]
+    after.pop("last_changes")
     assert {key: value for key, value in after.items() if key[:6] != "oldest"} == {
         key: value for key, value in before.items() if key[:6] != "oldest"
     }
@@ -126,15 +130,15 @@ def test_what_this_server_does_not_have_is_refused():
     engine = SessionEngine(checks=("chain", "presence"))
     control = engine.session.control
     assert not control.apply("kvcanary?id=1&checks=chain,content")
-    assert "content cannot be switched on in this server, which was started with chain" in control._last["why"]
+    assert "content cannot be switched on in this server, which was started with chain" in control._lasts[-1]["why"]
     assert not control.apply("kvcanary?id=2&checks=identity")
     assert not control.apply("kvcanary?id=3&audit=1")
-    assert "needs the check content" in control._last["why"]
+    assert "needs the check content" in control._lasts[-1]["why"]
     assert not control.apply("kvcanary?id=4&mode=quarantine")
-    assert "start it with --kvcanary quarantine" in control._last["why"]
+    assert "start it with --kvcanary quarantine" in control._lasts[-1]["why"]
     engine.session.guard = None
     assert not control.apply("kvcanary?id=5&mode=raise")
-    assert control._last == {
+    assert control._lasts[-1] == {
         "id": "5",
         "accepted": False,
         "why": "kvcanary: this server is detached; there is no guard to change",
@@ -315,6 +319,14 @@ def test_what_is_under_way_is_judged_before_a_change():
     engine.guard.settle = settle
 
 
+def test_a_change_in_which_the_guard_lets_go_is_not_accepted(engine, monkeypatch):
+    running(engine)
+    monkeypatch.setattr(engine.unwrapped, "conclude", lambda: 1 / 0)
+    assert not engine.session.control.apply("kvcanary?id=x&mode=raise")
+    assert engine.state["state"] == "detached"
+    assert "let go" in engine.state["last_change"]["why"]
+
+
 # -- the audit
 
 
@@ -353,6 +365,7 @@ def test_an_audit_is_not_over_before_its_last_verdict_was_read():
     assert engine.state["audit"] | {"seconds": 0} == {
         "number": 1,
         "state": "done",
+        "why": "",
         "slots": engine.unwrapped.scrubber.slot_count,
         "seconds": 0,
         "violations": {"content": 1},
@@ -384,7 +397,9 @@ def test_a_new_budget_is_in_force_from_the_next_pass_on(budget):
     scrubber.next_range()
     assert scrubber.slots_a_forward == 1000  # the period promised to slots damaged by now
     rotate(scrubber)
-    assert scrubber.slots_a_forward == round(budget * 0.1 / 1e-6)
+    wanted = round(budget * 0.1 / 1e-6)
+    assert scrubber.slots_a_forward == max(wanted, 1000)  # a lower rate is announced a pass ahead
+    assert scrubber.period_forwards == 100_000 // wanted
     rotate(scrubber)
     assert scrubber.slots_a_forward == round(budget * 0.1 / 1e-6)
 
@@ -396,3 +411,61 @@ def test_without_a_new_budget_the_period_never_grows():
         scrubber.observe_forward(0.01)
     rotate(scrubber)
     assert scrubber.slots_a_forward == 1000
+
+
+@pytest.mark.parametrize("place", [0, 25_000, 50_000, 74_999])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_smaller_budget_keeps_the_promise_to_slots_damaged_before_it(place, is_first):
+    """Whatever the period says at the moment of the damage bounds the forwards until the slot is folded."""
+    scrubber = make_scrubber()
+    if not is_first:
+        rotate(scrubber)
+    for forward in range(4 * scrubber.period_forwards):
+        if forward == scrubber.period_forwards * 3 // 4:
+            scrubber.set_budget(0.0001)
+        promised, probe = scrubber.period_forwards, copy.deepcopy(scrubber)
+        for waited in range(1, promised + 1):  # noqa: B007
+            start, count = probe.next_range()
+            if start <= place + 1 < start + count:
+                break
+        else:
+            raise AssertionError(f"not folded within {promised} forwards of forward {forward}")
+        scrubber.next_range()
+
+
+@pytest.mark.parametrize("change", [{"mode": "off"}, {"checks": ("chain",)}])
+def test_an_audit_that_cannot_end_says_so(engine, change):
+    running(engine)
+    engine.set(audit=True)
+    engine.set(**change)
+    audit = engine.state["audit"]
+    assert audit["state"] == "stopped"
+    assert "off" in audit["why"]
+    assert not engine.unwrapped.scrubber.is_hurried
+
+
+def test_what_a_muted_check_finds_takes_no_room_from_others():
+    engine = SessionEngine(checks=tuple(check for check in CHECKS if check != "order"))
+    request = running(engine)
+    engine.run(request, steps=6)
+    engine.set(checks=("chain", "content", "presence", "identity"))
+    engine.unwrapped.ledger.note_free(torch.arange(150, 450))  # none of them is in use
+    damage_chain(engine, request)
+    engine.decode(request)
+    assert {violation.check for violation in engine.violations} == {"chain"}
+    assert "unlisted" not in engine.reporter.counts
+
+
+def test_slots_count_as_verified_only_where_they_are(engine):
+    request = running(engine)
+    engine.set(checks=("content",))
+    before = engine.state["verified"]
+    engine.run(request, steps=3)
+    assert engine.state["verified"] == before
+
+
+@pytest.mark.parametrize("id", ["\ud800", "\0", "%ED%A0%80", "%1b[31m", "x" * 65])
+def test_an_id_that_cannot_be_shown_is_refused(engine, id):
+    assert not engine.session.control.apply(f"kvcanary?id={id}&scrub_budget=0.5")
+    json.dumps(engine.state, ensure_ascii=False).encode()
+    assert engine.state["scrub_budget"] == 1.0
