@@ -11,6 +11,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvcanary_plugin.pool_patcher.patch import Patch, Wrapper, fields_of
 from kvcanary_plugin.runtime.transfers import Copy
 
@@ -24,6 +26,7 @@ ONE_FILE, BASE = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.mem_cache.
 PARAMS = fields_of("sglang.srt.mem_cache.base_prefix_cache", "InitLoadBackParams", "req")
 REQUESTS = "sglang.srt.managers.schedule_batch"
 COVERED_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+PROVEN_DEVICES = ("cpu",)  # where servers have run with it; streams and graphs of a GPU are another matter
 COVERED_HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 UNTIL_UNIFIED = "0.5.18"  # until then the controller of the unified tree copies by ways of its own
 READER = "_kvcanary_reader"  # on a queued load: for which request it is, and from which position on
@@ -31,7 +34,13 @@ READER = "_kvcanary_reader"  # on a queued load: for which request it is, and fr
 
 def list_pool_gaps(model_runner: Any) -> list[str]:
     """Why the KV of this runner cannot be followed to host memory and back; empty if it can."""
-    kind = type(model_runner.token_to_kv_pool).__name__
+    pool = model_runner.token_to_kv_pool
+    kind, device = type(pool).__name__, torch.device(pool.device).type
+    if device not in PROVEN_DEVICES:
+        return [
+            f"--enable-hierarchical-cache is not covered yet on a device {device} (it was tried on "
+            f"{', '.join(PROVEN_DEVICES)} only)"
+        ]
     if kind in COVERED_POOLS:
         return []
     return [

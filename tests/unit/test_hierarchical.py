@@ -489,9 +489,19 @@ class HybridCacheController(HiCacheController): ...
 
 
 def test_only_plain_pools_are_followed():
-    assert list_pool_gaps(SimpleNamespace(token_to_kv_pool=MHATokenToKVPool())) == []
-    (gap,) = list_pool_gaps(SimpleNamespace(token_to_kv_pool=MLATokenToKVPoolFP4()))
+    assert gaps_of(MHATokenToKVPool()) == []
+    (gap,) = gaps_of(MLATokenToKVPoolFP4())
     assert gap.startswith("--enable-hierarchical-cache is not covered yet for KV pool MLATokenToKVPoolFP4")
+
+
+def test_devices_on_which_nobody_has_seen_it_are_refused():
+    (gap,) = gaps_of(MHATokenToKVPool(), device="cuda:1")
+    assert gap.startswith("--enable-hierarchical-cache is not covered yet on a device cuda (")
+
+
+def gaps_of(pool: Any, device: str = "cpu") -> list[str]:
+    pool.device = device
+    return list_pool_gaps(SimpleNamespace(token_to_kv_pool=pool))
 
 
 def test_what_a_controller_copies_decides():
