@@ -38,7 +38,7 @@ class Operator:
         if process.returncode == 2:
             assert process.stdout == ""
             return 2, process.stderr.strip()
-        assert process.stderr == ""
+        self.hint = process.stderr.strip()
         [outcome] = json.loads(process.stdout)
         return process.returncode, outcome
 
@@ -64,6 +64,7 @@ def test_status_set_and_audit(guarded):
         drive(server, 20, seed=1)
         code, state = operator("status")
         assert (code, state["state"], state["mode"], state["violations"]) == (0, "guarding", "log", {})
+        assert operator.hint == ""
         assert state["verified"] > 0
         assert state["scrub_budget"] == 0.001
 
@@ -96,8 +97,10 @@ def test_status_set_and_audit(guarded):
         code, state = operator("status")
         assert (code, state["state"], state["forwards"]) == (1, "paused", forwards)
         assert operator("set", "--mode=log")[1]["state"] == "waiting"
+        assert operator.hint.startswith("waiting: it takes effect with the next flush")
         drive(server, 10, seed=4)
         assert operator("set", "--flush")[1]["state"] == "guarding"
+        assert operator.hint == "the cache was flushed"
         drive(server, 40, seed=5)
         code, audit = operator("audit")
         assert (code, audit["violations"]) == (0, {})

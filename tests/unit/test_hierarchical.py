@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
