@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import shlex
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -110,6 +112,8 @@ def match_outcomes(events: list[dict[str, Any]]) -> tuple[list[Outcome], list[di
 
 def run_demo(console: Console) -> int:
     """Run both parts. Returns the exit code: 0 if every fault was found in the right place and nothing else was."""
+    # Servers run in sessions of their own: whoever ends the demo must not leave one behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="kvcanary-demo-") as folder:
         work = Path(folder)
         console.print("Making a tiny Llama of random weights ...", highlight=False)

@@ -89,7 +89,7 @@ def judge(plan: ServerPlan) -> Section:
         problems.append(
             Problem(
                 "warning",
-                f"judged by the arguments as written, since SGLang cannot settle them here: {plan.unsettled}",
+                f"SGLang would not start with it on this machine, so it is judged as written: {plan.unsettled}",
                 "run doctor on the server's machine, with the model in a local folder or cache, to be sure",
             )
         )
@@ -101,7 +101,7 @@ def judge(plan: ServerPlan) -> Section:
     in_force = [check for check in CHECKS if reasons[check] is None]
     unknown = not config.is_on and bool(plan.wrong)
     facts = [
-        Fact("mode", None if unknown else config.mode, "warning" if unknown else "ok"),
+        Fact("mode", "not valid, see below" if unknown else config.mode, "warning" if unknown else "ok"),
         Fact("checks in force", "none" if is_unguarded or not in_force else tuple(in_force)),
         *(Fact(f"not {check}", reason) for check, reason in reasons.items() if reason and config.is_on),
         Fact("KV pool", "known once the model is loaded; see coverage above"),
