@@ -335,7 +335,7 @@ def test_alerts_name_metrics_that_exist_and_say_what_to_do(exported: set[str]):
         assert named, rule["alert"]
         assert named <= exported, rule["alert"]
         assert set(rule["annotations"]) == {"summary", "description", "runbook"}
-        assert rule["annotations"]["runbook"] == "docs/operations.md"
+        assert rule["annotations"]["runbook"] == "docs/operations.md#when-it-fires"
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
