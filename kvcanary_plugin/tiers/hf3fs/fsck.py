@@ -48,8 +48,12 @@ def run_fsck(path: str | Path, console: Console, *, deep: bool = False, repair: 
     """
     try:
         findings = check_file(Path(path), console, deep=deep, repair=repair)
-    except (PageFileError, OSError) as error:
+    except PageFileError as error:
         console.print(_plain(str(error), "red"), soft_wrap=True)
+        return UNUSABLE
+    except OSError as error:
+        text = f"{path} cannot be read: {error.strerror}; give the page file itself, as FOLDER/NAME"
+        console.print(_plain(text, "red"), soft_wrap=True)
         return UNUSABLE
     render(findings, Path(path), console, repair)
     return findings.code
