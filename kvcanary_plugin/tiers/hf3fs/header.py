@@ -111,7 +111,7 @@ def read_header(fd: int, path: str) -> tuple[Header, list[str]]:
             faults.append(f"header copy {name}: {error}")
     if not copies:
         raise NotAPageFile(
-            f"{path} is not a page file ({'; '.join(faults)}): give another path, or remove it if not needed"
+            f"{path} is not a page file ({'; '.join(faults)}): give another path, or remove the file if nobody needs it"
         )
     newest = max(copies, key=lambda header: (header.epoch, header.revision))
     if not faults and copies[0] != copies[1]:
