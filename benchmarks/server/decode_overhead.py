@@ -29,7 +29,7 @@ MAX_PERIOD_FORWARDS = 200
 # within MAX_PERIOD_FORWARDS, and rounds of requests in one measurement: some seconds of it, or the clients' processes
 # decide the figure
 SHAPES: dict[str, tuple[Shape, tuple[float, float], float, int]] = {
-    "12 layers, hidden 768": (MEDIUM, (0.03, 0.02), 0.0085, 1),
+    "12 layers, hidden 768": (MEDIUM, (0.03, 0.02), 0.0095, 1),
     "4 layers, hidden 128": (TINY, (0.12, 0.08), 0.0018, 5),
 }
 FIRST_CHECKS = "chain,content"
