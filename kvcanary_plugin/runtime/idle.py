@@ -37,7 +37,7 @@ class IdlePass:
         self._begin()
         self.pieces = 0
 
-    def run(self, stream: Any, number: int, prepare: Callable[[], None], judge: Callable[[Step], None]) -> int:
+    def run(self, stream: Any, number: int, prepare: Callable[[], None], judge: Callable[[Step], None]) -> None:
         """Fold a piece and judge what was found. Waits for the device, which has nothing else to do.
 
         Args:
@@ -45,21 +45,19 @@ class IdlePass:
             number: of the latest step.
             prepare: what has to be enqueued first.
             judge: what becomes of the verdict.
-
-        Returns:
-            Slots folded.
         """
         if self.is_woken:
             self.is_woken = False
             self._rest_until = 0.0
             self._begin()
         if not any(space.folds for space in self._spaces) or time.monotonic() < self._rest_until:
-            return 0
+            return
         step, module = self._step, None if stream is None else torch.get_device_module(stream.device)
         step.number, step.found, step.hidden = number, [], 0
         with nullcontext() if module is None else module.stream(stream):
             prepare()
-            folded = sum(self._fold(space) for space in self._spaces)
+            for space in self._spaces:
+                self._fold(space)
             for space, ring in zip(self._all, self._rings, strict=True):
                 self._backend.drain(space.violations, ring, self._number)
             step.close_verdict()
@@ -68,17 +66,15 @@ class IdlePass:
             self._rest_until = self._began + PASS_SECONDS
             self._begin()
         judge(step)
-        return folded
 
     def _begin(self) -> None:
         self._began = time.monotonic()
         self._left = {space.index: space.slots.slot_count for space in self._spaces}
 
-    def _fold(self, space: Space) -> int:
+    def _fold(self, space: Space) -> None:
         if space.scrubber is None or not space.folds or self._left[space.index] <= 0:
-            return 0
+            return
         start, count = space.scrubber.next_range(PIECE_SECONDS)
         space.scrub(start, count)
         # The pass stands anywhere in the pool: it is over when it has come back to where it was.
         self._left[space.index] -= count
-        return count

@@ -31,7 +31,7 @@ class Scrubber:
     def __init__(self, first_slot: int, slot_count: int, budget: float, seconds_a_slot: float) -> None:
         self.slot_count = slot_count - first_slot
         self._first_slot = first_slot
-        self._slot_count = slot_count
+        self._end_slot = slot_count
         self._budget = budget
         self._is_budget_new = False
         self._announced = 0  # the lower rate of the pass after this one, 0 for none
@@ -51,7 +51,7 @@ class Scrubber:
     def period_forwards(self) -> int:
         """Forwards within which every slot is folded at least once, wherever the pass stands."""
         rate = self._announced or self.slots_a_forward
-        return -(-(self._slot_count - self._first_slot) // rate)
+        return -(-self.slot_count // rate)
 
     @property
     def period_seconds(self) -> float | None:
@@ -79,7 +79,7 @@ class Scrubber:
     @property
     def folded(self) -> int:
         """Slots gone over since the start."""
-        return self.passes * (self._slot_count - self._first_slot) + self._cursor - self._first_slot
+        return self.passes * self.slot_count + self._cursor - self._first_slot
 
     def oldest_age_seconds(self) -> float:
         """How long ago the slot was folded that has waited longest; since the start, if some never were."""
@@ -95,11 +95,11 @@ class Scrubber:
         if self._hurried:
             seconds = max(seconds, HURRY_SECONDS)
         wanted = max(self.slots_a_forward, int(seconds / self.seconds_a_slot)) if seconds else self.slots_a_forward
-        count = min(wanted, self._slot_count - start)
+        count = min(wanted, self._end_slot - start)
         self._cursor += count
         self._hurried = max(0, self._hurried - count)
         self._note_visit()
-        if self._cursor >= self._slot_count:
+        if self._cursor >= self._end_slot:
             self._cursor = self._first_slot
             self.passes += 1
             self._settle_rate()
@@ -118,7 +118,7 @@ class Scrubber:
     def _note_visit(self) -> None:
         """Remember when each stretch of the pool that now lies behind the cursor was begun."""
         now = time.monotonic()
-        reached = _STRETCHES if self._cursor >= self._slot_count else (self._cursor - self._first_slot) // self._stretch
+        reached = _STRETCHES if self._cursor >= self._end_slot else (self._cursor - self._first_slot) // self._stretch
         for place in range(self._place, reached):
             self._visited[place] = self._entered
             self._entered = now
@@ -137,7 +137,7 @@ class Scrubber:
         else:
             return
         affordable = max(1, int(self._budget * interval / self.seconds_a_slot))
-        affordable = min(affordable, self._slot_count - self._first_slot)
+        affordable = min(affordable, self.slot_count)
         is_slower = self.interval_seconds is not None and affordable <= self.slots_a_forward
         if is_slower and not self._is_budget_new:
             return
@@ -150,7 +150,7 @@ class Scrubber:
             "kvcanary: content pass folds %d slots a forward, the whole pool of %d every %d forwards (about %.1f s), "
             "%.2f%% of a short forward of %.2f ms; budget %.2f%%",
             affordable,
-            self._slot_count - self._first_slot,
+            self.slot_count,
             self.period_forwards,
             self.period_forwards * interval,
             100 * affordable * self.seconds_a_slot / interval,

@@ -83,7 +83,7 @@ class Settings:
         self._judge.policy = policy if mode == "quarantine" else None
 
     def set_scrub_budget(self, budget: float) -> None:
-        """Another share of the time of a forward for the rotating passes together, from the next pass on."""
+        """Another share of the time of a forward for the rotating passes together; see :meth:`Scrubber.set_budget`."""
         self.scrub_budget = budget
         for scrubber in self._scrubbers:
             scrubber.set_budget(budget / len(self._scrubbers))
