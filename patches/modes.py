@@ -130,7 +130,6 @@ MODE_GAPS = (
         "there is no KV to guard",
         "0.5.12",
     ),
-    ModeGap("enable_memory_saver", "exec_:ExecFeatures", "--enable-memory-saver", "KV is dropped and comes back empty"),
 )
 IN_TREE = ModeGap("kv_canary", "observability:Observability", "--kv-canary", "two canaries", "0.5.13", "none")
 

@@ -161,6 +161,7 @@ KINDS: dict[str, type] = {
     "stopped": Ending,
     "changed": Changed,
     "resumed": Changed,
+    "released": Changed,
     "injected": Injected,
 }
 # Known, and nothing in them that the report needs.

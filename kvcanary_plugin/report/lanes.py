@@ -19,6 +19,7 @@ EVENT_LANES: Final = {
     "mixed_weights": "weights",
     "changed": "settings",
     "resumed": "settings",
+    "released": "settings",
     "attached": "started",
     "detached": "guard lost",
     "uncovered": "guard lost",

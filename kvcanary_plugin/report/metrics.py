@@ -24,7 +24,7 @@ from .reporter import DEVICE, UNLISTED
 
 logger = logging.getLogger("kvcanary")
 
-STATES: Final = ("starting", "guarding", "paused", "waiting", "detached", "uncovered")
+STATES: Final = ("starting", "guarding", "paused", "waiting", "released", "detached", "uncovered")
 HOST: Final = "host"
 STORAGE: Final = "storage"
 STORAGE_CHECKS: Final = ("content", "identity")

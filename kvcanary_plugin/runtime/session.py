@@ -46,6 +46,7 @@ class Session:
         control: takes such changes.
         heartbeat: says how things stand, also when the guard is gone.
         is_paused: nobody looks: the mode is ``off``, or was, and the cache was not flushed since.
+        is_released: nobody looks: the server has given the memory of its KV back.
     """
 
     def __init__(self, config: Config) -> None:
@@ -56,6 +57,7 @@ class Session:
         self.mode = config.mode
         self.control = Control(self)
         self.is_paused = False
+        self.is_released = False
         self.heartbeat = Heartbeat(self)
         self._model_runner: Any = None
         self._is_waived = False
@@ -141,10 +143,12 @@ class Session:
 
     @property
     def state(self) -> str:
-        """``guarding``, ``paused`` (mode off), ``waiting`` (for the cache to be flushed, after that), ``detached``,
-        ``uncovered`` or, before there is a guard, ``starting``.
+        """``guarding``, ``paused`` (mode off), ``waiting`` (for the cache to be flushed, after that), ``released`` (no
+        memory behind the KV), ``detached``, ``uncovered`` or, before there is a guard, ``starting``.
         """
         if self.guard is not None:
+            if self.is_released:
+                return "released"
             return "guarding" if not self.is_paused else "paused" if self.mode == "off" else "waiting"
         if self._is_waived:
             return "uncovered"
@@ -176,7 +180,11 @@ class Session:
 
     def guards(self, model_runner: Any) -> bool:
         """Whether forwards of this runner are guarded now."""
-        return self.guard is not None and not self.is_paused and self._model_runner is model_runner
+        return self._is_looking and self._model_runner is model_runner
+
+    @property
+    def _is_looking(self) -> bool:
+        return self.guard is not None and not self.is_paused and not self.is_released
 
     def announce(self, read: Callable[[Any], Announcement], batch: object) -> None:
         """See :meth:`Guard.announce`; ``read`` takes its arguments from SGLang's ``batch``."""
@@ -261,7 +269,7 @@ class Session:
     def note_ownership(self, subject: object, action: Callable[[Ledger], None]) -> None:
         """``subject``, an allocator or a table of request rows, did something that a ledger has to know."""
         guard = self.guard
-        ledger = None if guard is None or self.is_paused else guard.ledger
+        ledger = guard.ledger if guard is not None and self._is_looking else None
         if ledger is not None and ledger.follows(subject):
             self._call(lambda _: action(ledger))
 
@@ -275,16 +283,37 @@ class Session:
         self.heartbeat.serving_seconds = before
         self.heartbeat.beat()
 
+    def note_memory_released(self) -> None:
+        """The memory of the KV and of the request rows is about to be given back: nothing of it is touched from now on.
+
+        Raises:
+            CorruptionError: the last verdicts found damage and the mode is ``raise``.
+        """
+        self._call(lambda guard: guard.conclude())
+        if self.guard is not None and not self.is_released:
+            self.is_released = True
+            logger.info("kvcanary: the memory of the KV is given back; guarding again once it is there")
+            self.reporter.event("released", {"state": self.state, "mode": self.mode})
+
+    def note_memory_resumed(self) -> None:
+        """The memory is back, with nothing in it."""
+        if not self.is_released:
+            return
+        self.is_released = False
+        self._call(lambda guard: guard.reset())
+        logger.info("kvcanary: the memory of the KV is back: %s in mode %s", self.state, self.mode)
+        self.reporter.event("resumed", {"state": self.state, "mode": self.mode})
+
     def replace_weights(self, version: str) -> None:
         """See :meth:`Guard.replace_weights`."""
         if self.guard is None and self.policy is not None:  # the other ranks know of it too
             self.policy.truth.identities.replace_weights(version)
-        if self.guard is not None and self.is_paused:
+        if self.guard is not None and not self._is_looking:
             self.guard.truth.identities.replace_weights(version)
         self._call(lambda guard: guard.replace_weights(version))
 
     def _call(self, action: Callable[[Guard], None]) -> None:
-        if self.guard is None or self.is_paused:
+        if self.guard is None or not self._is_looking:
             return
         spent, began = self.heartbeat.serving_seconds, time.perf_counter()
         try:

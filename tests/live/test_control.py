@@ -105,10 +105,33 @@ def test_status_set_and_audit(guarded):
         code, audit = operator("audit")
         assert (code, audit["violations"]) == (0, {})
         assert operator("status")[1]["forwards"] > forwards
+
         assert server.process.poll() is None, server.tail()
         assert server.events("violation") == [], describe(server.events())
         names = [event["event"] for event in server.events() if event["event"] in ("changed", "resumed")]
         assert names == ["changed"] * 6 + ["resumed", "changed"], names
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_memory_that_is_given_back_and_taken_again(guarded):
+    """On a CPU no memory goes; what SGLang calls, and what the guard is told, is the same."""
+    with guarded(flags=["--kvcanary=log", "--max-total-tokens=2000"]) as server:
+        operator = Operator(server)
+        for seed, tags in enumerate(({"tags": ["kv_cache"]}, {}), 1):
+            drive(server, 20, seed=seed)
+            server.post("/release_memory_occupation", tags)
+            code, state = operator("status")
+            assert (code, state["state"]) == (1, "released")
+            server.post("/resume_memory_occupation", tags)
+            assert operator("status")[1]["state"] == "guarding"
+        drive(server, 20, seed=3)
+        code, audit = operator("audit")
+        assert (code, audit["state"], audit["violations"]) == (0, "done", {})
+        assert server.process.poll() is None, server.tail()
+        assert server.events("violation") == [], describe(server.events())
+        names = [event["event"] for event in server.events() if event["event"] in ("resumed", "released")]
+        assert names == ["released", "resumed"] * 2
         assert "Traceback" not in server.log.read_text()
 
 

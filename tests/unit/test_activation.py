@@ -129,7 +129,7 @@ def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
         (["--kvcanary=log", "--enable-lmcache"], "--enable-lmcache is not covered yet"),
         (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
         (["--kvcanary=log", "--speculative-algorithm=NGRAM"], "--speculative-algorithm is not covered yet"),
-        (["--kvcanary=log", "--enable-memory-saver"], "--enable-memory-saver is not covered yet"),
+        (["--kvcanary=log", "--enable-pdmux"], "--enable-pdmux is not covered yet"),
         (["--kvcanary=log", "--use-ray"], "--use-ray is not covered yet"),
     ],
 )
@@ -159,7 +159,7 @@ def test_settings_without_the_switch_are_pointed_out(parse, caplog, capsys):
 
 
 def test_uncovered_modes_start_when_allowed(parse):
-    parse("--kvcanary=log", "--enable-memory-saver", "--kvcanary-allow-uncovered")
+    parse("--kvcanary=log", "--enable-pdmux", "--kvcanary-allow-uncovered")
 
     assert read_config().is_on
 
@@ -174,7 +174,7 @@ def test_off_writes_nothing_to_the_environment(parse, monkeypatch):
 
 
 def test_uncovered_modes_are_none_of_our_business_when_off(parse):
-    parse("--enable-memory-saver")
+    parse("--enable-pdmux")
 
     assert not read_config().is_on
 

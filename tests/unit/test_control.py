@@ -7,74 +7,19 @@ import json
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from kvcanary_plugin.config import CHECKS, Config
+from kvcanary_plugin.config import CHECKS
 from kvcanary_plugin.errors import ConfigError, CorruptionError
 from kvcanary_plugin.runtime.control import Change, parse_change
 from kvcanary_plugin.runtime.scrubber import CALIBRATION_FORWARDS, Scrubber
-from kvcanary_plugin.runtime.session import Session
-from tests.engine import Engine
+from tests.unit.sessions import Served
 
 
-class SessionEngine(Engine):
-    """Goes through a session, as the wrappers of a server do."""
+class SessionEngine(Served):
+    """With a pass that may take all the time it wants."""
 
     def __init__(self, mode="log", **options):
         super().__init__(mode=mode, scrub_budget=1.0, **options)
-        session = self.session = Session(Config(mode=mode, scrub_budget=1.0))
-        session.reporter = self.reporter
-        session.guard = self.unwrapped = self.guard
-        session._model_runner = self
-        self.guard = Calls(session)
-
-    def flush(self):
-        """What SGLang does where nothing runs."""
-        for row in range(self.rows.req_to_token.shape[0]):
-            self.unwrapped.ledger and self.unwrapped.ledger.note_row_free(row)
-        self.rows.clear()
-        self.session.release(self.allocator, None)
-        self.allocator.clear()
-
-    def set(self, **values):
-        assert self.session.control.apply(Change(id="i", **values).to_key()), self.state["last_change"]
-
-    @property
-    def state(self):
-        return self.session.control.describe()
-
-    def flip(self, slot, layer=1):
-        self.pool.k_buffer[layer].view(torch.int16)[slot, 0, 3] ^= 1 << 7
-
-    def idle_forwards(self, count):
-        for _ in range(count):
-            self.forward([], [], [], ForwardMode.IDLE)
-
-    def cover(self):
-        """Forwards in which the rotating pass goes over everything."""
-        self.idle_forwards(2 * (self.unwrapped.scrubber.period_forwards + 1))
-
-
-class Calls:
-    """The guard's side of :class:`Engine`, by way of the session."""
-
-    def __init__(self, session):
-        self._session = session
-        self.announce = lambda *batch: session.announce(lambda given: given, batch)
-        self.note_launched, self.settle = session.note_launched, session.settle
-        self.release = lambda slots: session.release(session.guard.pool.allocator, slots)
-
-    @property
-    def ledger(self):
-        return None if self._session.is_paused else self._session.guard.ledger
-
-    def before(self, *inputs):
-        if self._session.guards(self._session._model_runner):
-            self._session.before(*inputs)
-
-    def after(self):
-        if self._session.guards(self._session._model_runner):
-            self._session.after()
 
 
 @pytest.fixture(params=[1, 4], ids=["page1", "page4"])

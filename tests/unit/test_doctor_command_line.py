@@ -154,24 +154,24 @@ def test_sessions_leave_ownership_out(plan):
 
 
 def test_every_mode_that_is_refused_has_its_advice(plan):
-    section = judge(plan("--kvcanary=log", "--dllm-algorithm=LowConfidence", "--enable-memory-saver"))
+    section = judge(plan("--kvcanary=log", "--dllm-algorithm=LowConfidence", "--enable-pdmux"))
     errors = problems_of(section, "error")
 
-    assert [text.split()[1] for text, _ in errors] == ["--dllm-algorithm", "--enable-memory-saver"]
-    assert errors[0][1].startswith("drop --dllm-algorithm, or pass --kvcanary-allow-uncovered")
+    assert [text.split()[1] for text, _ in errors] == ["--enable-pdmux", "--dllm-algorithm"]
+    assert errors[1][1].startswith("drop --dllm-algorithm, or pass --kvcanary-allow-uncovered")
     assert all(any(gap.why in text for gap in MODE_GAPS) for text, _ in errors)
 
 
 def test_a_waiver_makes_them_warnings_and_leaves_no_check(plan):
-    section = judge(plan("--kvcanary=log", "--enable-memory-saver", "--kvcanary-allow-uncovered"))
+    section = judge(plan("--kvcanary=log", "--enable-pdmux", "--kvcanary-allow-uncovered"))
 
     assert problems_of(section, "error") == []
-    assert "--enable-memory-saver" in problems_of(section, "warning")[0][0]
+    assert "--enable-pdmux" in problems_of(section, "warning")[0][0]
     assert facts_of(section)["checks in force"] == "none"
 
 
 def test_off_refuses_nothing_and_says_that_nothing_is_checked(plan):
-    section = judge(plan("--enable-memory-saver"))
+    section = judge(plan("--enable-pdmux"))
 
     assert problems_of(section, "error") == []
     assert ("the mode is off, so nothing is checked", "add --kvcanary log") in problems_of(section, "warning")
@@ -219,7 +219,7 @@ def test_a_setting_that_cannot_be_used_is_an_error(plan, flag, words):
 
 
 def test_several_settings_that_cannot_be_used_are_all_named(plan):
-    errors = problems_of(judge(plan("--kvcanary=loud", "--kvcanary-content=some", "--enable-memory-saver")), "error")
+    errors = problems_of(judge(plan("--kvcanary=loud", "--kvcanary-content=some", "--enable-pdmux")), "error")
 
     assert [text.split("=")[0] for text, _ in errors] == ["--kvcanary", "--kvcanary-content"]
 
@@ -242,7 +242,7 @@ def test_what_sglang_does_not_take(plan, flags):
 
 
 def test_a_model_that_is_not_here_is_judged_by_what_is_written():
-    plan = plan_server(["--model-path=s3://bucket/model", "--kvcanary=log", "--enable-memory-saver"])
+    plan = plan_server(["--model-path=s3://bucket/model", "--kvcanary=log", "--enable-pdmux"])
     section = judge(plan)
 
     assert len(problems_of(section, "error")) == 1
@@ -278,13 +278,13 @@ def test_an_event_log_that_cannot_be_written_is_an_error_and_none_is_made(tmp_pa
 
 
 def test_a_plan_survives_json(plan):
-    made = plan("--kvcanary=log", "--enable-memory-saver", "--kvcanary-checks=chain")
+    made = plan("--kvcanary=log", "--enable-pdmux", "--kvcanary-checks=chain")
 
     assert ServerPlan.from_json(json.dumps(asdict(made))) == made
 
 
 def test_the_plan_of_another_process_is_the_same(tmp_path):
-    arguments = [f"--model-path={tmp_path}", "--kvcanary-log=x", "--enable-memory-saver"]
+    arguments = [f"--model-path={tmp_path}", "--kvcanary-log=x", "--enable-pdmux"]
     plan = ask_plan(arguments, os.environ | {"KVCANARY": "log"})
 
     assert plan.config == Config(mode="log", log="x")
