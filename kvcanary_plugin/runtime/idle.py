@@ -54,6 +54,9 @@ class IdlePass:
             return
         step, module = self._step, None if stream is None else torch.get_device_module(stream.device)
         step.number, step.found, step.hidden = number, [], 0
+        if module is not None:
+            # What the scheduler has just freed or inserted is still being copied on its stream.
+            stream.wait_stream(module.current_stream())
         with nullcontext() if module is None else module.stream(stream):
             prepare()
             for space in self._spaces:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcanary_plugin.kernels import ledger
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.captured import CapturedLaunches
 
@@ -54,6 +55,23 @@ def test_graphs_find_what_single_launches_find(bs: int, damage: str):
     assert found == expected
     assert found
     assert {place for _, _, place, *_ in found} == ({-5} if damage == "slot" else {slot})
+
+
+def test_an_idle_pass_waits_for_what_the_scheduler_has_just_queued():
+    """On its stream the copy of what was freed or inserted is still to come when the pass begins."""
+    from host_step import DecodeLoop
+
+    loop = DecodeLoop(4, 100, torch.device("cuda"), captured=False)
+    loop.step()
+    guard = loop.guard
+    slots = loop._slots[2, 10:60].clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        guard.ledger.note_insert(slots)
+        guard.idle()
+    assert {ledger.state_of(word) for word in guard.ledger.words[slots].tolist()} == {ledger.State.CACHED}
+    assert loop.violations == 0
 
 
 @pytest.mark.parametrize("bs", [1, 2, 3, 31, 33, 200])

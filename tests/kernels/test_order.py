@@ -127,14 +127,15 @@ def test_a_forward_on_a_stream_of_its_own_is_found(triton_backend: Backend, wait
     device = torch.device("cuda")
     forwards = Forwards(triton_backend, device)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    # The first one's are still being read when the second is launched. Made now, since that waits for the device.
+    host, batch = HostFields(torch.zeros_like(forwards.host.block).pin_memory()), BatchBuffers(device).batch_of(1, 1)
     torch.cuda.synchronize()
     forwards.launch(1)
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(200_000_000)
         forwards.run(1)
-    forwards.host = HostFields(torch.zeros_like(forwards.host.block).pin_memory())
-    forwards.batch = BatchBuffers(device).batch_of(1, 1)  # the first one is still being read
+    forwards.host, forwards.batch = host, batch
     forwards.launch(2)
     torch.cuda.current_stream().synchronize()
     if waits:
