@@ -24,6 +24,11 @@ POSITION_SHIFT: Final = 32
 _U64: Final = (1 << 64) - 1
 # A logical right shift by s is an arithmetic one whose s copies of the sign are masked away.
 _STEPS: Final = ((30, (1 << 34) - 1), (27, (1 << 37) - 1), (31, (1 << 33) - 1))
+_ARRAY_STEPS: Final = (
+    (np.uint64(30), np.uint64(MULTIPLIER_1)),
+    (np.uint64(27), np.uint64(MULTIPLIER_2)),
+    (np.uint64(31), None),
+)
 
 
 def as_int64(value: int) -> int:
@@ -48,11 +53,11 @@ def mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def mix_array_(words: npt.NDArray[np.uint64], scratch: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """``mix`` of a numpy uint64 array, in place. ``scratch`` has the same shape. Returns ``words``."""
-    for (shift, _), multiplier in zip(_STEPS, (MULTIPLIER_1, MULTIPLIER_2, None), strict=True):
-        np.right_shift(words, np.uint64(shift), out=scratch)
-        np.bitwise_xor(words, scratch, out=words)
+    for shift, multiplier in _ARRAY_STEPS:
+        np.right_shift(words, shift, scratch)
+        np.bitwise_xor(words, scratch, words)
         if multiplier is not None:
-            np.multiply(words, np.uint64(multiplier), out=words)
+            np.multiply(words, multiplier, words)
     return words
 
 

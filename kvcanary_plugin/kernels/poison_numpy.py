@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,16 @@ _FINITE = np.uint64(FINITE_MASK & (1 << 64) - 1)
 
 def poison_array(slots: Array, source_count: int) -> Array:
     """See :func:`poison_reference.poison_words`, of all sources: uint64 (source_count, n)."""
-    sources = np.arange(source_count, dtype=np.uint64)[:, None] << np.uint64(SOURCE_SHIFT)
-    words = sources + (slots.astype(np.uint64) + np.uint64(POISON_SEED))
+    words = _seeds_of(source_count) + slots.view(np.uint64)
     mix_array_(words, np.empty_like(words))
     words &= _FINITE
     return words
+
+
+@cache
+def _seeds_of(source_count: int) -> Array:
+    sources = np.arange(source_count, dtype=np.uint64)[:, None] << np.uint64(SOURCE_SHIFT)
+    return sources + np.uint64(POISON_SEED)
 
 
 def poison_slots(*, table: SourceTable, slots: torch.Tensor, chosen: torch.Tensor) -> None:

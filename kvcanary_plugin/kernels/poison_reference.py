@@ -6,6 +6,7 @@ would survive by chance too often. Torch reference.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ def poison_words(slots: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
     return mix((sources[:, None] << SOURCE_SHIFT) + slots[None, :] + POISON_SEED) & FINITE_MASK
 
 
+@cache
 def edges_of(read_bytes: int) -> tuple[int, ...]:
     """Indices of the first and the last whole word of a row of ``read_bytes``; one where they are the same."""
     return tuple(sorted({0, read_bytes // 8 - 1})) if read_bytes >= 8 else ()
