@@ -9,12 +9,14 @@ logger = logging.getLogger("kvcanary")
 
 FIRST_PASS_FORWARDS = 200
 CALIBRATION_FORWARDS = 64
+PACE_SECONDS = 5.0  # long forwards fold as many slots more as bring them round in this time
+LONGEST_SECONDS = 1.0  # a gap between two forwards that counts as one; what is longer was idleness
 HURRY_SECONDS = 0.05  # what one forward may take longer while somebody waits for a whole pass
 _STRETCHES = 256
 
 
 class Scrubber:
-    """Walks the pool in slot order, a fixed number of slots after each forward.
+    """Walks the pool in slot order, a fixed number of slots after each forward, and more after long ones.
 
     The rate is set from the budget once enough forwards were timed, and again for another budget; otherwise it is only
     ever raised. It changes between two passes only, and a lower one is announced a whole pass ahead: so the period in
@@ -22,7 +24,7 @@ class Scrubber:
 
     Attributes:
         slot_count: slots it goes over.
-        slots_a_forward: slots folded after each forward.
+        slots_a_forward: slots folded after each forward at least.
         passes: times the whole pool was covered.
         seconds_a_slot: what one more slot costs, as measured at the start.
         interval_seconds: a short forward, None until calibrated.
@@ -39,7 +41,7 @@ class Scrubber:
         self._cursor = first_slot
         self._durations: list[float] = []
         self._stretch = -(-(slot_count - first_slot) // _STRETCHES)
-        self._entered = time.monotonic()
+        self._entered = self._called = time.monotonic()
         self._visited = [self._entered] * _STRETCHES
         self._place = 0
         self.seconds_a_slot = seconds_a_slot
@@ -85,20 +87,25 @@ class Scrubber:
         """How long ago the slot was folded that has waited longest; since the start, if some never were."""
         return time.monotonic() - min(self._visited)
 
-    def next_range(self, seconds: float = 0.0) -> tuple[int, int]:
+    def next_range(self, seconds: float = 0.0, *, may_vary: bool = False) -> tuple[int, int]:
         """First slot and number of slots to fold now; moves on.
 
         Args:
             seconds: where there is time, as many slots as can be folded in it, if those are more.
+            may_vary: where forwards take long, as many as keep the pace and the budget allows, if those are more.
         """
-        start = self._cursor
+        start, now = self._cursor, time.monotonic()
+        elapsed, self._called = min(now - self._called, LONGEST_SECONDS), now
         if self._hurried:
             seconds = max(seconds, HURRY_SECONDS)
         wanted = max(self.slots_a_forward, int(seconds / self.seconds_a_slot)) if seconds else self.slots_a_forward
+        if may_vary and self.interval_seconds is not None:
+            affordable = int(self._budget * elapsed / self.seconds_a_slot)
+            wanted = max(wanted, min(int(self.slot_count * elapsed / PACE_SECONDS), affordable))
         count = min(wanted, self._end_slot - start)
         self._cursor += count
         self._hurried = max(0, self._hurried - count)
-        self._note_visit()
+        self._note_visit(now)
         if self._cursor >= self._end_slot:
             self._cursor = self._first_slot
             self.passes += 1
@@ -115,9 +122,8 @@ class Scrubber:
         if self.wants_timing:
             self._durations.append(seconds)
 
-    def _note_visit(self) -> None:
+    def _note_visit(self, now: float) -> None:
         """Remember when each stretch of the pool that now lies behind the cursor was begun."""
-        now = time.monotonic()
         reached = _STRETCHES if self._cursor >= self._end_slot else (self._cursor - self._first_slot) // self._stretch
         for place in range(self._place, reached):
             self._visited[place] = self._entered

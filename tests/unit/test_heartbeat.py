@@ -48,8 +48,8 @@ def test_folded_is_what_was_gone_over_in_all_passes(monkeypatch: pytest.MonkeyPa
     scrubber, counted = engine.guard.scrubber, []
     next_range = scrubber.next_range
 
-    def counting(seconds: float = 0.0) -> tuple[int, int]:
-        start, count = next_range(seconds)
+    def counting(seconds: float = 0.0, **how: bool) -> tuple[int, int]:
+        start, count = next_range(seconds, **how)
         counted.append(count)
         return start, count
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from kvcanary_plugin.runtime.scrubber import FIRST_PASS_FORWARDS, Scrubber
+from kvcanary_plugin.runtime.scrubber import FIRST_PASS_FORWARDS, LONGEST_SECONDS, PACE_SECONDS, Scrubber
 
 
 def run(scrubber, forwards, seconds):
@@ -89,3 +89,35 @@ def test_where_there_is_time_more_is_folded_and_nothing_is_left_out():
     assert ranges == [(1, 3000), (3001, 3000), (6001, 3000), (9001, 1000)]
     assert scrubber.passes == 1
     assert scrubber.next_range() == (1, scrubber.slots_a_forward)
+
+
+def test_long_forwards_keep_the_pace_within_the_budget(clock):
+    """Prefills only: at the rate of short decode steps one pass would take minutes."""
+    scrubber = Scrubber(1, 100_001, budget=0.0025, seconds_a_slot=3e-8)
+    run(scrubber, FIRST_PASS_FORWARDS, 0.001)
+    assert scrubber.period_forwards > 1000
+    began, passes = clock[0], scrubber.passes
+    while scrubber.passes < passes + 2:
+        clock[0] += 0.25
+        _, count = scrubber.next_range(may_vary=True)
+        assert count * scrubber.seconds_a_slot <= 0.0025 * 0.25
+    assert clock[0] - began <= 2 * PACE_SECONDS + 1
+
+
+def test_a_small_budget_bounds_them(clock):
+    scrubber = Scrubber(1, 100_001, budget=1e-6, seconds_a_slot=3e-8)
+    run(scrubber, 2 * FIRST_PASS_FORWARDS, 0.1)
+    for _ in range(20):
+        clock[0] += 0.25
+        assert scrubber.next_range(may_vary=True)[1] == int(1e-6 * 0.25 / 3e-8) > scrubber.slots_a_forward
+
+
+def test_time_without_forwards_is_not_made_up_for_at_once(clock):
+    scrubber = Scrubber(1, 100_001, budget=0.5, seconds_a_slot=1e-6)
+    run(scrubber, FIRST_PASS_FORWARDS, 0.001)
+    clock[0] += 3600.0
+    start, count = scrubber.next_range(may_vary=True)
+    assert count == 100_000 * LONGEST_SECONDS / PACE_SECONDS
+    assert scrubber.next_range(may_vary=True) == (start + count, scrubber.slots_a_forward)
+    clock[0] += 3600.0
+    assert scrubber.next_range()[1] == scrubber.slots_a_forward
