@@ -5,6 +5,7 @@ Imported by every process of SGLang's, so nothing is loaded before it is needed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -105,6 +106,15 @@ def take_commands() -> None:
             forwards = getattr(self.guard, "forwards", None)
             print(f"BENCH slow {spent:.3f} s at {action.__code__.co_names}, forward {forwards}", flush=True)
 
+    collections: list[float] = []
+
+    def watch_collector(phase: str, info: dict[str, int]) -> None:
+        collections.append(time.perf_counter())
+        if phase == "stop" and (spent := collections[-1] - collections[-2]) > SLOW_SECONDS:
+            print(f"BENCH slow {spent:.3f} s in the garbage collector, generation {info['generation']}", flush=True)
+        del collections[:-1]
+
+    gc.callbacks.append(watch_collector)
     for owner, name, value in (
         (Control, "apply", apply_or_inject),
         (Session, "_call", watched_call),
