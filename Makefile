@@ -38,8 +38,10 @@ lint: venv ## Check style, format and types
 	$(PY) -m ruff format --check
 	scripts/typecheck $(PY)
 
-bench: venv ## Measure what the canary costs a decoding server
+bench: venv ## Measure what the canary costs a decoding server and the storage tier; ARGS go to the server's part
 	$(PY) benchmarks/server/decode_overhead.py $(ARGS)
+	$(PY) benchmarks/tiers/index.py
+	$(PY) benchmarks/tiers/page_file.py
 
 soak: venv ## Half an hour of clean traffic in several modes, in which nothing may be reported; ARGS="--minutes 5"
 	$(PY) benchmarks/server/soak.py $(ARGS)

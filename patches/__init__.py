@@ -24,6 +24,7 @@ from . import (
     quarantine,
     scheduler,
     server_args,
+    speculation,
     weights,
 )
 from .fence import Fence
@@ -47,6 +48,7 @@ def declare_engine_patches(session: Session) -> list[Patch]:
         *ownership.declare_patches(session),
         *forward.declare_patches(session, fence),
         *scheduler.declare_patches(session, fence),
+        *speculation.declare_patches(session),
         *hf3fs.declare_patches(session),
         *moves.declare_patches(session),
         *memory.declare_patches(session),

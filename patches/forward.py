@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvcanary_plugin.pool_patcher.patch import Patch, fields_of
 
 from .fence import Fence
+from .speculation import read_forward
 
 if TYPE_CHECKING:
     from kvcanary_plugin.runtime.session import Session
@@ -19,7 +20,8 @@ def declare_patches(session: Session, fence: Fence) -> list[Patch]:
         if not session.guards(instance):
             return wrapped(*args, **kwargs)
         batch = args[0] if args else kwargs["forward_batch"]
-        session.before(batch.input_ids, batch.out_cache_loc, batch.req_pool_indices)
+        trees = read_forward(batch) if session.has_drafts else None
+        session.before(batch.input_ids, batch.out_cache_loc, batch.req_pool_indices, trees)
         fence.set_behind_reads(batch.req_pool_indices.device)
         output = wrapped(*args, **kwargs)
         session.after()

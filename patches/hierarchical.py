@@ -29,6 +29,7 @@ COVERED_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 PROVEN_DEVICES = ("cpu",)  # where servers have run with it; streams and graphs of a GPU are another matter
 COVERED_HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 UNTIL_UNIFIED = "0.5.18"  # until then the controller of the unified tree copies by ways of its own
+POOL = "_kvcanary_host_pool"  # on the events of a load: from which host pool it comes
 READER = "_kvcanary_reader"  # on a queued load: for which request it is, and from which position on
 
 
@@ -73,8 +74,13 @@ def host_pool_of(controller: Any) -> Any:
 
 
 def declare_patches(session: Session) -> list[Patch]:
-    """The cache controller, the tree that asks for loads, and the host pools."""
-    return [*_declare_controllers(session), *_declare_trees(), *_declare_host_pools(session)]
+    """The cache controller, what says how far loads are, the tree that asks for them, and the host pools."""
+    return [
+        *_declare_controllers(session),
+        *_declare_layers(session),
+        *_declare_trees(),
+        *_declare_host_pools(session),
+    ]
 
 
 def _declare_controllers(session: Session) -> list[Patch]:
@@ -83,7 +89,10 @@ def _declare_controllers(session: Session) -> list[Patch]:
             result = wrapped(*args, **kwargs)
             gaps = list_host_gaps(instance, covered)
             allocator = instance.mem_pool_device_allocator
-            session.open_host(allocator, host_pool_of(instance), lambda: bool(instance.enable_storage), gaps)
+            host_pool, counter = host_pool_of(instance), instance.layer_done_counter
+            session.open_host(allocator, host_pool, lambda: bool(instance.enable_storage), gaps, counter.num_layers)
+            for each in (counter, *counter.events):
+                setattr(each, POOL, host_pool)
             return result
 
         return open_host
@@ -100,6 +109,8 @@ def _declare_controllers(session: Session) -> list[Patch]:
 
     def start_loading(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         copies = [_read(operation) for operation in instance.load_queue]
+        if copies:
+            session.note_transfer(host_pool_of(instance), lambda transfers, _: transfers.begin_load())
         result = wrapped(*args, **kwargs)
         if copies:
             event = instance.ack_load_queue[-1].finish_event
@@ -115,7 +126,8 @@ def _declare_controllers(session: Session) -> list[Patch]:
     def declare_init(covered: tuple[str, ...], since: str, until: str | None) -> Patch:
         parameters = ("self", "token_to_kv_pool_allocator", "mem_pool_host")
         why = "learns of the host pool and makes room for its records"
-        reads = pools + fields_of(CONTROLLER, owner, "enable_storage")
+        reads = pools + fields_of(CONTROLLER, owner, "enable_storage", "layer_done_counter")
+        reads += fields_of(CONTROLLER, "LayerDoneCounter", "num_layers", "events")
         return Patch(CONTROLLER, owner, "__init__", open_with(covered), parameters, why, since, until, reads=reads)
 
     return [
@@ -141,6 +153,27 @@ def _declare_controllers(session: Session) -> list[Patch]:
             why="and come back with them, and the rows are compared",
             reads=operations + fields_of(CONTROLLER, owner, "load_queue", "ack_load_queue"),
         ),
+    ]
+
+
+def _declare_layers(session: Session) -> list[Patch]:
+    def complete(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer, pool = args[0] if args else kwargs["layer_index"], getattr(instance, POOL, None)
+        if pool is not None:
+            session.note_layer(pool, lambda order: order.note_layer(layer))
+        return wrapped(*args, **kwargs)  # behind the ticket: whoever waits for this has to find it
+
+    def wait_until(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        layer, pool = args[0] if args else kwargs["threshold"], getattr(instance, POOL, None)
+        if pool is not None:
+            session.note_layer(pool, lambda order: order.note_use(layer))
+        return result
+
+    why = "learns when a layer has come back"
+    return [
+        Patch(CONTROLLER, "LayerLoadingEvent", "complete", complete, ("self", "layer_index"), why, "0.5.11"),
+        Patch(CONTROLLER, "LayerDoneCounter", "wait_until", wait_until, ("self", "threshold"), "and is used", "0.5.11"),
     ]
 
 

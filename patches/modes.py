@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvcanary_plugin.pool_patcher.patch import Field, fields_of
+
+from .speculation import is_followed
 
 MODULE = "sglang.srt.server_args"
 # Until then a setting is a field of ServerArgs, from then on of one of its groups.
@@ -26,6 +29,7 @@ class ModeGap:
         why: one clause.
         since: first release that has it.
         harmless: a value other than None, False, 0 and "" that means not set.
+        is_covered: whether a value that is set is covered after all; None if none is.
     """
 
     field: str
@@ -34,6 +38,13 @@ class ModeGap:
     why: str
     since: str = "0.5.11"
     harmless: Any = None
+    is_covered: Callable[[Any], bool] | None = None
+
+    def applies_to(self, value: Any) -> bool:
+        """Whether a server with this value is refused."""
+        if value in (None, False, 0, "", self.harmless):
+            return False
+        return self.is_covered is None or not self.is_covered(value)
 
     def home(self, has_groups: bool) -> Field:
         """The field, before and after the arguments were sorted into groups."""
@@ -64,6 +75,14 @@ MODE_GAPS = (
         "spec:Spec",
         "--speculative-algorithm",
         "draft tokens are stored out of order and rejected",
+        is_covered=is_followed,
+    ),
+    ModeGap("speculative_adaptive", "spec:Spec", "--speculative-adaptive", "the number of draft tokens changes"),
+    ModeGap(
+        "enable_multi_layer_eagle",
+        "spec:Spec",
+        "--enable-multi-layer-eagle",
+        "its worker chooses the accepted path in ways of its own",
     ),
     ModeGap("enable_pdmux", "disagg:Disagg", "--enable-pdmux", "a batch runs in several interleaved forwards"),
     ModeGap("dllm_algorithm", "exec_:ExecDllm", "--dllm-algorithm", "blocks are stored several times"),
@@ -152,5 +171,5 @@ def list_mode_gaps(server_args: Any) -> list[str]:
     return [
         f"{gap.setting} is not covered yet ({gap.why})"
         for gap in MODE_GAPS
-        if getattr(server_args, gap.field, None) not in (None, False, 0, "", gap.harmless)
+        if gap.applies_to(getattr(server_args, gap.field, None))
     ]

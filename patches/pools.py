@@ -10,6 +10,7 @@ from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
 
 from .hierarchical import list_pool_gaps
 from .modes import SETTLED, list_mode_gaps, settle
+from .speculation import list_draft_gaps
 
 if TYPE_CHECKING:
     from kvcanary_plugin.pool_patcher.patch import Wrapper
@@ -55,7 +56,7 @@ def declare_patches(session: Session) -> list[Patch]:
             result = wrapped(*args, **kwargs)
             if not instance.is_draft_worker:
                 settings = settle(instance.server_args)
-                gaps = list_mode_gaps(settings)
+                gaps = list_mode_gaps(settings) + list_draft_gaps(settings)
                 if instance.model_config.is_encoder_decoder:
                     gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
                 if getattr(settings, "enable_hierarchical_cache", False):
@@ -65,7 +66,8 @@ def declare_patches(session: Session) -> list[Patch]:
                 # The turns of a session hand their slots on to each other without giving them back.
                 has_owners = not getattr(settings, "enable_streaming_session", False)
                 rank = replica * ranks.tp_size + ranks.tp_rank
-                session.attach(instance, gaps, rank=rank, has_owners=has_owners)
+                has_drafts = bool(settings.speculative_algorithm)
+                session.attach(instance, gaps, rank=rank, has_owners=has_owners, has_drafts=has_drafts)
                 if settings.enable_metrics:
                     session.heartbeat.export(rank)
             return result

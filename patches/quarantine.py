@@ -79,8 +79,10 @@ def make_levers(home: Callable[[Any], Any], middle_chunks: str) -> Levers:
         return None if kv.req_pool_idx is None else (kv.req_pool_idx, kv.kv_committed_len)
 
     def is_in_prefill(request: Any) -> bool:
-        tokens = len(request.origin_input_ids) + len(request.output_ids)
-        return bool(getattr(request, middle_chunks) > 0 or home(request).kv_committed_len < tokens)
+        tokens, kv = len(request.origin_input_ids) + len(request.output_ids), home(request)
+        # Who speculates has slots in reserve, and no KV of the last token yet.
+        has_reserve = getattr(kv, "kv_allocated_len", 0) > kv.kv_committed_len
+        return bool(getattr(request, middle_chunks) > 0 or (kv.kv_committed_len < tokens and not has_reserve))
 
     return Levers(held_by, is_over, is_in_prefill, end, keep_out, take_free, count_free, evict)
 

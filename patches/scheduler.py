@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
 
 from .fence import Fence
+from .speculation import count_nodes, read_trees
 
 if TYPE_CHECKING:
     from kvcanary_plugin.pool_patcher.patch import Wrapper
@@ -29,6 +30,7 @@ ROW_OF_KV = fields_of(BATCH, "Req", "kv") + fields_of(BATCH, "ReqKvInfo", "req_p
 FENCE_FLAG = fields_of(MODULE, "Scheduler", "_war_barrier_enabled")
 
 Batch = tuple[list[Any], list[int], list[int], list[int]]
+Trees = tuple[list[Any], list[int], list[int], list[int], int]
 
 
 def lacks_fence_always(_: Any) -> bool:
@@ -65,10 +67,11 @@ def declare_patches(session: Session, fence: Fence) -> list[Patch]:
         return result
 
     def announce_with(row_of: Callable[[Any], int], lacks_fence: Callable[[Any], bool]) -> Wrapper:
-        def read(batch: Any) -> Batch:
-            return read_batch(batch, row_of)
-
         def run_batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def read(batch: Any) -> Batch | Trees:
+                nodes = count_nodes(instance, batch) if session.has_drafts else 0
+                return read_trees(batch, row_of, nodes) if nodes else read_batch(batch, row_of)
+
             session.announce(read, args[0] if args else kwargs["batch"])
             fence.is_needed = lacks_fence(instance)
             result = wrapped(*args, **kwargs)

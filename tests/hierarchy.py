@@ -55,6 +55,12 @@ class Gate:
         return Gate.is_open
 
 
+class Stream(torch.cpu.Stream):
+    """That of a CPU, on which everything is over when it is waited for."""
+
+    def wait_event(self, _: Gate) -> None: ...
+
+
 class Hierarchy(Bookkeeping):
     """One scheduler with a hierarchical cache. ``close`` undoes what was patched.
 
@@ -95,9 +101,7 @@ class Hierarchy(Bookkeeping):
         self._replace(common, "support_triton", lambda backend: False)
         for name, copy in COPIES.items():
             self._replace(memory_pool_host, name, copy, may_be_missing=True)
-        device = SimpleNamespace(
-            Event=Gate, Stream=torch.cpu.Stream, stream=torch.cpu.stream, current_stream=torch.cpu.current_stream
-        )
+        device = SimpleNamespace(Event=Gate, Stream=torch.cpu.Stream, stream=torch.cpu.stream, current_stream=Stream)
         self._replace(cache_controller, "device_module", device)
         find = hiradix_cache.get_mha_host_pool_cls
         self._replace(hiradix_cache, "get_mha_host_pool_cls", lambda pool: partial(find(pool), pin_memory=False))
@@ -182,7 +186,7 @@ class Hierarchy(Bookkeeping):
                 self.running.append(request)
             end = min(upto or CONTEXT, len(request.full_untruncated_fill_ids))
             request.set_extend_range(len(request.prefix_indices), end)
-        self.tree.ready_to_load_host_cache()
+        self.controller.layer_done_counter.set_consumer(self.tree.ready_to_load_host_cache())
         lengths = [request.extend_range.end for request in requests]
         batch = self._batch(requests, lengths)
         batch.prefix_lens = [len(request.prefix_indices) for request in requests]
@@ -246,6 +250,8 @@ class Hierarchy(Bookkeeping):
             if load.args[3] not in self.layers_lost:
                 load()
         self._coming.clear()
+        self.read_layers()
+        self.controller.layer_done_counter.set_consumer(-1)
         self.store(slots.to(torch.int64))
         between, self.between = self.between, None
         if between is not None:
@@ -254,6 +260,11 @@ class Hierarchy(Bookkeeping):
         self.session.note_launched(result)
         self.session.settle(result)
         return Launched(requests, is_prefill)
+
+    def read_layers(self) -> None:
+        """The layers of a model ask for their rows."""
+        for layer in range(LAYERS):
+            self.pool.get_key_buffer(layer)
 
     def store(self, slots: torch.Tensor) -> None:
         """What the layers of a model do."""

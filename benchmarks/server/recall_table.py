@@ -78,6 +78,7 @@ def pair_outcomes(
             for injected, outcome in lately:
                 if is_hit(injected, violation):
                     outcome.found.append(event)
+                    seen.add((injected.check, injected.fault, event.get("request")))
                     break
                 if is_consequence(injected, violation):
                     if event["slot"] in injected.slots:
@@ -89,11 +90,13 @@ def pair_outcomes(
 
 
 def _places(event: dict[str, Any], slots: Iterable[Any], requests: Iterable[Any]) -> set[tuple[Any, ...]]:
-    """What a later fault must not hit again to be reported anew: slots, or a layer and half of a request."""
+    """What a later fault must not hit again to be reported anew: slots, a layer and half of a request, or a request."""
     if event["check"] in BY_SLOT:
         return {(event["check"], slot) for slot in slots}
     if event["check"] == "presence":
         return {("presence", event["layer"], event["half"], request) for request in requests}
+    if event["check"] == "identity" and "fault" in event:
+        return {("identity", event["fault"], request) for request in requests}
     return set()
 
 

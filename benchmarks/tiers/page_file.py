@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -27,6 +28,7 @@ from kvcanary_plugin.tiers.hf3fs.client import view_bytes
 from kvcanary_plugin.tiers.hf3fs.geometry import Geometry
 from kvcanary_plugin.tiers.hf3fs.page import PageRead, PageWrite
 from kvcanary_plugin.tiers.hf3fs.page_file import PageFile
+from kvcanary_plugin.tiers.page_records import encode, room_for
 
 KIB = 1024
 SIZES = [128 * KIB, 512 * KIB, 2048 * KIB, 4392 * KIB, 9216 * KIB]
@@ -84,7 +86,7 @@ def compare_checksums(repetitions: int) -> None:
 class Bench:
     """Raw I/O and a page file over the same pages."""
 
-    def __init__(self, folder: Path, size: int, total: int, raw_threads: int, threads: int) -> None:
+    def __init__(self, folder: Path, size: int, total: int, raw_threads: int, threads: int, tokens: int) -> None:
         self.size, self.count, self.threads = size, max(2, total // size), raw_threads
         self.source = torch.randint(0, 256, (self.count, size), dtype=torch.uint8)
         self.target = torch.zeros_like(self.source)
@@ -96,11 +98,14 @@ class Bench:
         self.path = folder / "pages"
         self.path.unlink(missing_ok=True)
         self.file = PageFile.open(
-            *(self.path, Geometry((("model", "benchmark"),), size)),
-            capacity_bytes=(self.count + 2) * size + (self.count // 63 + 64) * 16 * KIB,
+            *(self.path, Geometry((("model", "benchmark"),), size, room_for(tokens) if tokens else 0)),
+            capacity_bytes=(self.count + 2) * (size + room_for(tokens))
+            + (self.count // 63 + 64) * 16 * KIB
+            + (8 << 20),
             threads=threads,
         )
-        self._writes = [PageWrite(n.to_bytes(16, "little"), n, (page,)) for n, page in enumerate(self.source)]
+        records = encode(np.arange(1, 1 + 3 * tokens).reshape(tokens, 3), bytes(16)) if tokens else b""
+        self._writes = [PageWrite(n.to_bytes(16, "little"), n, (page,), records) for n, page in enumerate(self.source)]
         self._generations: list[int | None] = [None] * self.count
         self._reads: list[PageRead] = []
 
@@ -187,7 +192,7 @@ class Stock:
 def compare(folder: Path, size: int, options: argparse.Namespace, arm: tuple[int, int, float]) -> bool:
     """Measure one page size with one set of threads. Returns whether the bound holds for both directions."""
     raw_threads, threads, bound = arm
-    bench = Bench(folder, size, options.megabytes << 20, raw_threads, threads)
+    bench = Bench(folder, size, options.megabytes << 20, raw_threads, threads, options.tokens)
     stock = Stock(folder, bench) if options.stock and threads == 1 else None
     held = True
     try:
@@ -243,6 +248,7 @@ def main() -> int:
     parser.add_argument("--folder", help="where the files are made (default: the temporary folder)")
     parser.add_argument("--megabytes", type=int, default=256, help="of pages in each measurement")
     parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--tokens", type=int, default=64, help="of a page, whose records lie beside it; 0: none do")
     parser.add_argument("--sizes", type=int, nargs="*", help="of a page, in KiB")
     parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave SGLang's mock client out")
     options = parser.parse_args()

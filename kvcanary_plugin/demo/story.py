@@ -62,7 +62,11 @@ class Outcome:
 
     @property
     def is_found(self) -> bool:
-        """Every damaged slot was reported by the check that must report it; for a store skipped, every request."""
+        """Every damaged slot was reported by the check that must report it; for a store skipped, every request; of a
+        stretch of a row, any entry.
+        """
+        if self.injected.get("entries"):
+            return bool(self.found)
         if not self.injected["slots"] and "requests" in self.injected:
             return {violation["request"] for violation in self.found} == set(self.injected["requests"])
         if not self.injected["slots"]:
@@ -95,11 +99,12 @@ class Outcome:
 def match_outcomes(events: list[dict[str, Any]]) -> tuple[list[Outcome], list[dict[str, Any]]]:
     """Pair injected faults with the violations they caused; also returns the violations nobody caused.
 
-    What another check says of a fault is left out, see :func:`~kvcanary_plugin.report.drill.is_consequence`.
+    A violation is the latest fault's that it fits, as two may hit one slot. What another check says of a fault is left
+    out, see :func:`~kvcanary_plugin.report.drill.is_consequence`.
     """
     unexplained = [(event, read_violation(event).violation) for event in events if event["event"] == "violation"]
     outcomes = []
-    for event in (event for event in events if event["event"] == "injected"):
+    for event in reversed([event for event in events if event["event"] == "injected"]):
         injected = decode_fields(Injected, event)
         outcomes.append(Outcome(event, [told for told, violation in unexplained if is_hit(injected, violation)]))
         unexplained = [
@@ -107,7 +112,7 @@ def match_outcomes(events: list[dict[str, Any]]) -> tuple[list[Outcome], list[di
             for told, violation in unexplained
             if not is_hit(injected, violation) and not is_consequence(injected, violation)
         ]
-    return outcomes, [told for told, _ in unexplained]
+    return outcomes[::-1], [told for told, _ in unexplained]
 
 
 def run_demo(console: Console) -> int:

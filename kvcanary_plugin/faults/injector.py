@@ -12,22 +12,39 @@ from ..config import BYTE_CHECKS
 from ..errors import ConfigError
 from ..report.reporter import Reporter
 from ..report.text import quote
-from . import library
+from . import host, library, speculation, stores
+from .identity import IDENTITY_FAULTS
 from .library import Fault
 from .order import ORDER_FAULTS
 from .ownership import OWNERSHIP_FAULTS
+from .parts import PART_FAULTS
 
 if TYPE_CHECKING:
+    import torch
+
     from ..pool_patcher.sources import SourceTable
     from ..runtime.guard import Guard
     from ..runtime.step import Step
 
 logger = logging.getLogger("kvcanary")
 
-BEFORE_FORWARD = library.FAULTS | OWNERSHIP_FAULTS
-FAULTS = BEFORE_FORWARD | ORDER_FAULTS
-FOUND_BY = library.FOUND_BY | dict.fromkeys(OWNERSHIP_FAULTS, "ownership") | dict.fromkeys(ORDER_FAULTS, "order")
+BEFORE_FORWARD = library.FAULTS | stores.BEFORE_FORWARD | PART_FAULTS | IDENTITY_FAULTS | OWNERSHIP_FAULTS
+BEFORE_FORWARD |= speculation.STORE_FAULTS | host.HOST_FAULTS
+AT_LAUNCH = stores.AT_LAUNCH | ORDER_FAULTS | host.LAUNCH_FAULTS
+FAULTS = (*BEFORE_FORWARD, *AT_LAUNCH, *speculation.PATH_FAULTS)
+# The check that finds a fault, where that is not chain.
+FOUND_BY = {
+    **dict.fromkeys(("flip_running", "flip_cached", "overwrite_slot", "drop_part", "drop_state"), "content"),
+    **dict.fromkeys(stores.BEFORE_FORWARD, "presence"),
+    **dict.fromkeys(IDENTITY_FAULTS, "identity"),
+    "other_image": "chain",
+    **dict.fromkeys(OWNERSHIP_FAULTS | stores.AT_LAUNCH, "ownership"),
+    **dict.fromkeys(ORDER_FAULTS, "order"),
+    **speculation.FOUND_BY,
+    **host.FOUND_BY,
+}
 OPTIONS = ("layer", "half", "bit", "seed")
+_OF_TREE = ("free_cached", "abort_chunk", "foreign_entry")
 
 
 @dataclass(slots=True)
@@ -113,14 +130,18 @@ class Injector:
                 )
 
     def at_launch(self, guard: Guard, step: Step, reporter: Reporter) -> None:
-        """The scheduler launches a batch: inject the next fault if it is one in the order of streams."""
+        """The scheduler launches a batch: inject the next fault if it is one that has to be in place by then."""
         self._end_waits()
-        self._inject(ORDER_FAULTS, self._waits, guard, step, reporter)
+        self._inject(AT_LAUNCH, self._waits, guard, step, reporter)
 
     def before_forward(self, guard: Guard, step: Step, reporter: Reporter) -> None:
         """Inject the next fault if its time has come and the batch suits it."""
         self._end_waits()
         self._inject(BEFORE_FORWARD, self._restores, guard, step, reporter)
+
+    def at_commit(self, guard: Guard, step: Step, accept_lens: torch.Tensor, reporter: Reporter) -> None:
+        """The rows of the accepted draft tokens were moved: inject the next fault if it is one of that."""
+        self._inject(speculation.for_paths(accept_lens), self._restores, guard, step, reporter)
 
     def _end_waits(self) -> None:
         while self._waits:
@@ -137,6 +158,10 @@ class Injector:
         if not self._planned or step.number < self._planned[0].forward or self._planned[0].name not in faults:
             return
         planned = self._planned[0]
+        if lack := find_lack(planned.name, guard):
+            logger.warning("kvcanary: fault %s@%d is left out: %s", planned.name, planned.forward, lack)
+            del self._planned[0]
+            return
         rng = random.Random(planned.options.get("seed", f"{planned.name}@{planned.forward}"))
         done = faults[planned.name](guard, step, rng, planned.options)
         if done is None:
@@ -170,3 +195,18 @@ class Injector:
         del guard
         while self._restores:
             self._restores.pop()()
+
+
+def find_lack(name: str, guard: Guard) -> str | None:
+    """Why a fault cannot be injected into, or found in, what ``guard`` guards; None if it can."""
+    if name == "drop_state" and not guard.states:
+        return "the model has no state that every forward rewrites"
+    if name == "free_in_window" and all(space.slots.window is None for space in guard.spaces[1:]):
+        return "the pool has no space of a sliding window"
+    if name in host.FOUND_BY and guard.transfers is None:
+        return "no KV goes to host memory and back in this server"
+    if name in stores.AT_LAUNCH and not guard.pool.table.sources:
+        return "what it stores elsewhere could not be put right with --kvcanary-content none"
+    if name in _OF_TREE and guard.ledger is not None and guard.ledger.may_share:
+        return "which slots this prefix cache holds is not known"
+    return None

@@ -8,14 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..kernels import record as r
-from ..kernels.mixing import as_int64
-from ..kernels.poison_reference import poison_slots
 
 if TYPE_CHECKING:
     from ..runtime.guard import Guard
@@ -47,7 +44,7 @@ Fault = Callable[["Guard", "Step", random.Random, dict[str, str]], Injected | No
 
 def flip_running(guard: Guard, step: Step, rng: random.Random, options: dict[str, str]) -> Injected | None:
     """Flip one bit of K or V of one layer in a slot that a running request will read."""
-    index = _pick_request(step, rng, at_least=1)
+    index = pick_request(step, rng, at_least=1)
     if index is None:
         return None
     position = rng.randrange(step.prefix_lens[index])
@@ -73,7 +70,7 @@ def flip_cached(guard: Guard, step: Step, rng: random.Random, options: dict[str,
 
 def swap_entries(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
     """Exchange two entries of a running request's row, for one forward."""
-    index = _pick_request(step, rng, at_least=2)
+    index = pick_request(step, rng, at_least=2)
     if index is None:
         return None
     entries = guard.pool.req_to_token[step.rows[index]]
@@ -115,79 +112,30 @@ def alias_row(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -
 
 def overwrite_slot(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
     """Store the KV of another token over a slot that a running request will read, in every layer."""
-    index = _pick_request(step, rng, at_least=2)
+    index = pick_request(step, rng, at_least=2)
     if index is None:
         return None
     position, other = rng.sample(range(step.prefix_lens[index]), 2)
     entries = guard.pool.req_to_token[step.rows[index]]
     slot, source = int(entries[position]), int(entries[other])
     for view in guard.pool.table.sources:
-        _bytes_of(view.rows, slot).copy_(_bytes_of(view.rows, source))
+        bytes_of(view.rows, slot).copy_(bytes_of(view.rows, source))
     return Injected("content", (slot,), (position,), {"request": step.requests[index].rid, "copied_from": source})
 
 
-def skip_store(guard: Guard, step: Step, rng: random.Random, options: dict[str, str]) -> Injected | None:
-    """Leave K or V of one layer as it was before the forward, for every token it stores."""
-    space = guard.spaces[0]
-    if not step.write_total or space.presence is None or space.presence.learned is None:
-        return None
-    expected = [space.slots.table.names[i] for i in space.presence.expects.nonzero().flatten().tolist()]
-    some_layer, some_half = rng.choice(expected)
-    layer = int(options["layer"]) if "layer" in options else some_layer
-    half = options.get("half", some_half)
-    index, batch, presence = space.slots.table.names.index((layer, half)), step.batch, space.presence
-    assert batch is not None
-
-    def strike() -> None:
-        chosen = torch.zeros_like(presence.chosen)
-        chosen[index] = 1
-        # What the guard put there before the forward is what a forward that stores nothing leaves.
-        poison_slots(table=space.slots.table, slots=batch.slots, chosen=chosen)
-
-    requests = [request.rid for request in step.requests]
-    return Injected("presence", (), (), {"layer": layer, "half": half, "requests": requests}, strike=strike)
-
-
-def other_adapter(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
-    """Make the prefix of a running request look as if it was made with another LoRA adapter, for one forward."""
-    index = _pick_request(step, rng, at_least=1)
-    if index is None:
-        return None
-    request, truth = step.requests[index], guard.truth
-    salt = getattr(request, "cache_salt", None)
-    other = SimpleNamespace(extra_key=request.extra_key, lora_id="drill", cache_salt=salt)
-    shift = as_int64(truth.identities.anchor_of(other) - truth.anchor_of(request))
-    slots = guard.pool.req_to_token[step.rows[index], : step.prefix_lens[index]].long()
-    chains = guard.records.hot[:, r.CHAIN]
-    chains[slots] += shift
-
-    def restore() -> None:
-        chains[slots] -= shift
-
-    return Injected("identity", (int(slots[0]),), (0,), {"request": request.rid}, restore)
-
-
 FAULTS: dict[str, Fault] = {
-    fault.__name__: fault
-    for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot, skip_store, other_adapter)
-}
-
-# The check that finds a fault, where that is not chain.
-FOUND_BY = {
-    "flip_running": "content",
-    "flip_cached": "content",
-    "overwrite_slot": "content",
-    "skip_store": "presence",
-    "other_adapter": "identity",
+    fault.__name__: fault for fault in (flip_running, flip_cached, swap_entries, alias_row, overwrite_slot)
 }
 
 
-def _pick_request(step: Step, rng: random.Random, *, at_least: int) -> int | None:
+def pick_request(step: Step, rng: random.Random, *, at_least: int) -> int | None:
+    """Index of a request of the batch that reads as many positions."""
     suitable = [index for index, length in enumerate(step.prefix_lens) if length >= at_least]
     return rng.choice(suitable) if suitable else None
 
 
-def _bytes_of(rows: torch.Tensor, slot: int) -> torch.Tensor:
+def bytes_of(rows: torch.Tensor, slot: int) -> torch.Tensor:
+    """The bytes of one slot of a source, a view."""
     return rows[slot // rows.shape[1], slot % rows.shape[1]]
 
 
@@ -203,5 +151,5 @@ def _flip_bit(
     index = rng.choice(fitting)
     (layer, half), view = names[index], guard.pool.table.sources[index]
     bit = int(options.get("bit", rng.randrange(view.read_bytes * 8)))
-    _bytes_of(view.rows, slot)[bit // 8] ^= 1 << bit % 8
+    bytes_of(view.rows, slot)[bit // 8] ^= 1 << bit % 8
     return Injected("content", (slot,), (position,), {"layer": layer, "half": half, "bit": bit, **fields})

@@ -18,6 +18,7 @@ from . import (
     ledger_numpy,
     ledger_reference,
     map_reference,
+    move_reference,
     order_reference,
     plan_numpy,
     plan_reference,
@@ -28,6 +29,7 @@ from . import (
     scrub_reference,
     stage_numpy,
     stage_reference,
+    tree_reference,
     verify_numpy,
     verify_reference,
     write_numpy,
@@ -62,6 +64,9 @@ class Backend:
     map_slots: Callable[..., None]
     group_slots: Callable[..., None]
     check_order: Callable[..., None]
+    stamp_tree: Callable[..., None]
+    commit_path: Callable[..., None]
+    move_records: Callable[..., None]
 
 
 REFERENCE = Backend(
@@ -86,6 +91,9 @@ REFERENCE = Backend(
     map_slots=map_reference.map_slots,
     group_slots=map_reference.group_slots,
     check_order=order_reference.check_order,
+    stamp_tree=tree_reference.stamp_tree,
+    commit_path=tree_reference.commit_path,
+    move_records=move_reference.move_records,
 )
 
 
@@ -120,12 +128,14 @@ def load_triton() -> Backend:
         fold_triton,
         ledger_triton,
         map_triton,
+        move_triton,
         order_triton,
         plan_triton,
         poison_triton,
         scatter_triton,
         scrub_triton,
         stage_triton,
+        tree_triton,
         verify_triton,
         write_triton,
     )
@@ -152,6 +162,9 @@ def load_triton() -> Backend:
         map_slots=map_triton.map_slots,
         group_slots=map_triton.group_slots,
         check_order=order_triton.check_order,
+        stamp_tree=tree_triton.stamp_tree,
+        commit_path=tree_triton.commit_path,
+        move_records=move_triton.move_records,
     )
 
 

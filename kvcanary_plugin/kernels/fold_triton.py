@@ -48,10 +48,10 @@ _NOT_STORED = tl.constexpr(int(r.Kind.NOT_STORED))
 _FIRST = tl.constexpr(FIRST)
 _LAST = tl.constexpr(LAST)
 
+_WRITER_ROW_BITS = tl.constexpr(r.WRITER_ROW_BITS)
 _PLACE_WORDS = tl.constexpr(2)
 _MANY_SLOTS = 4096  # from here on a warp for each slot keeps a large GPU busy
 _FEW_SLOTS = 512  # up to here the programs of a slot share it, so many that there are about this many
-_LISTED = tl.constexpr(256)  # slot ids looked through at once
 
 
 @triton.jit
@@ -75,32 +75,24 @@ def _load_words(row, j, mask, READ_BYTES: tl.constexpr, UNIT: tl.constexpr):
     return words.to(tl.int64, bitcast=True)
 
 
-@triton.jit
-def _is_listed(slots_ptr, n, slot):
-    """Whether ``slot`` is among the n listed ones."""
-    found = tl.zeros((), tl.int32)
-    for begin in range(0, n, _LISTED):
-        k = begin + tl.arange(0, _LISTED)
-        found += tl.max((tl.load(slots_ptr + k, mask=k < n, other=-1) == slot).to(tl.int32), 0)
-    return found > 0
-
-
 @jit
 def _fold(
     places_ptr, keys_ptr, sources: tl.int64, page_stride: tl.int64, slot_stride: tl.int64,
-    slots_ptr, n: tl.int64, start_ptr, start: tl.int64, records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr,
+    slots_ptr, n: tl.int64, start_ptr, start: tl.int64, step_ptr, step: tl.int64,
+    records_ptr, slot_count: tl.int64, digest_ptr, locator_ptr,
     sums_ptr, sums_stride: tl.int64, arrivals_ptr, parts: tl.int64, awaited: tl.int64,
     writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr, violation_capacity: tl.int64,
     expects_ptr,
-    MODE: tl.constexpr, START_LOADED: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr,
+    MODE: tl.constexpr, LOADED: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr,
     READ_BYTES: tl.constexpr, WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0).to(tl.int64) % parts
     listed = item < n
-    if START_LOADED:
+    if LOADED:
         start = tl.load(start_ptr)
+        step = tl.load(step_ptr)
     slot = tl.load(slots_ptr + item, mask=listed, other=start + item - n)
     wanted = (slot >= 0) & (slot < slot_count)
     record = records_ptr + slot * RECORD_WORDS
@@ -109,6 +101,9 @@ def _fold(
         compares = slot == slot
     identity = tl.load(record + IDENTITY, mask=wanted & compares, other=0)
     wanted = wanted & (((identity & LIVE_BIT) != 0) | ~compares)
+    if MODE == _SEAL:  # what this forward stored is being sealed by other programs right now
+        writer = tl.load(writers_ptr + slot, mask=wanted & compares, other=0)
+        wanted = wanted & (((writer >> _WRITER_ROW_BITS) != step) | ~compares)
 
     # Sources of this part; none where the slot is not wanted, so that a dead slot costs next to nothing.
     first = sources * part // parts
@@ -163,10 +158,8 @@ def _fold(
         if compares:
             kept_digest = tl.load(record + DIGEST)
             kept_locator = tl.load(record + LOCATOR)
-            if (kept_digest != digest) | (kept_locator != locator):
-                bad = kept_digest == kept_digest
-                if MODE == _SEAL:
-                    bad = ~_is_listed(slots_ptr, n, slot)  # those are being sealed by other programs right now
+            bad = (kept_digest != digest) | (kept_locator != locator)
+            if bad:
                 append_rows(
                     violations_ptr, violation_count_ptr, violation_capacity, bad, _CONTENT,
                     tl.where(listed, request, -1), (identity >> 32) & POSITION_MASK, slot, identity,
@@ -187,6 +180,7 @@ def launch_fold(
     slots: torch.Tensor | None = None,
     start: int | torch.Tensor = 0,
     count: int = 0,
+    step: int | torch.Tensor = 0,
     records: torch.Tensor,
     digest: torch.Tensor | None = None,
     locator: torch.Tensor | None = None,
@@ -201,6 +195,7 @@ def launch_fold(
     Args:
         slots: int64 (n,), or None for none.
         start: a number, or an int64 tensor (1,) on the device.
+        step: the same; where the mode is SEAL, the forward that stored ``slots``. What it stored is not compared.
         digest, locator: int64 (n,), out, where the mode is OUTPUT.
         records: int64 (slot_count, RECORD_WORDS).
         writers, violations: where anything is compared.
@@ -223,6 +218,7 @@ def launch_fold(
     parts = max(1, _FEW_SLOTS // items) if tuning is None else tuning[3]
     pointers = pointers_of(table)
     unused = records
+    assert isinstance(start, int) == isinstance(step, int) or mode != SEAL, "both are numbers or both are tensors"
     wanted_parts = [min(parts, group.count) for group in pointers.groups]
     awaited = sum(wanted_parts)
     sums, arrivals = pointers.scratch(items) if awaited > 1 else (unused, unused)
@@ -241,6 +237,8 @@ def launch_fold(
                 n,
                 unused if isinstance(start, int) else start,
                 start if isinstance(start, int) else 0,
+                unused if isinstance(step, int) else step,
+                step if isinstance(step, int) else 0,
                 records,
                 table.slot_count,
                 unused if digest is None else digest,

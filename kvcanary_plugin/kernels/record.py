@@ -39,6 +39,7 @@ class Kind(IntEnum):
     END_POINT = 6  # every link holds, and yet it is not this request's prefix
     WRITE_RANGE = 7  # a slot id that is to be written lies outside the pool; no record made
     CONTENT = 8  # the bytes are not the ones that were written
+    DRAFT_PATH = 9  # the slot of an accepted token holds the record of another draft token
 
     NOT_STORED = 16  # a forward left a row of one of its own slots as it was
 
@@ -95,6 +96,7 @@ ROW_DIGEST: Final = 6  # digest kept in the record
 ROW_LOCATOR: Final = 7
 ROW_FOUND_DIGEST: Final = 8  # digest of the bytes as they are now; 0 where not computed
 ROW_FOUND_LOCATOR: Final = 9
+# Of DRAFT_PATH rows, columns 8 and 9 are the chain and the identity word that belong there.
 ROW_SOURCE: Final = 8  # where no digest was computed: index of the source
 ROW_EDGES: Final = 9  # and which edges of its row were not stored, see poison_reference
 ROW_WRITER: Final = 10

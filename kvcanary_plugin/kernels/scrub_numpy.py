@@ -51,6 +51,7 @@ def seal_and_scrub(
     slots: torch.Tensor,
     start: int,
     count: int,
+    step: int,
     violations: ViolationBuffer,
     expects: torch.Tensor | None = None,
 ) -> None:
@@ -59,6 +60,8 @@ def seal_and_scrub(
     if len(new) and new.view(np.uint64).max() >= len(kept):  # as unsigned, a negative id is too large as well
         new = new[(new >= 0) & (new < len(kept))]
     n, live = len(new), _live_between(kept, start, count)
+    if len(live):
+        live = live[as_array(writers).take(live) >> r.WRITER_ROW_BITS != step]
     survivors = None if expects is None else np.zeros((len(table.sources), n), dtype=np.int64)
     digest, locator = fold_ids(table, np.concatenate((new, live)), survivors)
     kept[new, r.DIGEST], kept[new, r.LOCATOR] = digest[:n], locator[:n]

@@ -63,12 +63,19 @@ def seal_and_scrub(
     slots: torch.Tensor,
     start: int,
     count: int,
+    step: int,
     violations: ViolationBuffer,
     expects: torch.Tensor | None = None,
 ) -> None:
-    """``seal_slots`` of ``slots``, then ``scrub_range``. The other backends do both in one fold or launch."""
+    """``seal_slots`` of ``slots``, then ``scrub_range`` of what was written before ``step``.
+
+    The other backends do both in one fold or launch, where nobody can tell whether a slot that is just being sealed has
+    its seal by now. It is known by its writer: ``slots`` were stored by forward ``step``.
+    """
     seal_slots(records=records, writers=writers, table=table, slots=slots, expects=expects, violations=violations)
-    scrub_range(records=records, writers=writers, table=table, start=start, count=count, violations=violations)
+    older = torch.arange(start, min(start + count, records.shape[0]), device=records.device)
+    older = older[(writers[older] >> r.WRITER_ROW_BITS) != step]
+    check_slots(records=records, writers=writers, table=table, slots=older, violations=violations)
 
 
 def report_slots(

@@ -50,12 +50,13 @@ def seal_and_scrub(
     slots: torch.Tensor,
     start: int | torch.Tensor,
     count: int,
+    step: int | torch.Tensor,
     violations: ViolationBuffer,
     expects: torch.Tensor | None = None,
 ) -> None:
     """See :func:`scrub_reference.seal_and_scrub`.
 
-    ``start`` may be an int64 tensor (1,) on the device, so that a captured launch serves every step.
+    ``start`` and ``step`` may both be int64 tensors (1,) on the device, so that a captured launch serves every step.
     """
     if isinstance(start, int):
         count = max(0, min(count, records.shape[0] - start))
@@ -65,6 +66,7 @@ def seal_and_scrub(
         slots=slots,
         start=start,
         count=count,
+        step=step,
         records=records,
         writers=writers,
         violations=violations,

@@ -50,9 +50,11 @@ class SourceTree:
     def find_class(self, module: str, name: str) -> Class | None:
         """A class of that name in ``module``, or where ``module`` imports it from."""
         tree = self.find_module(module)
-        for node in _top_level(tree) if tree is not None else ():
+        statements = list(_top_level(tree)) if tree is not None else []
+        for node in statements:  # ahead of imports: a module may import its own class for the type checker
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return module, node
+        for node in statements:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:

@@ -19,7 +19,7 @@ def is_hit(injected: Injected, violation: object) -> bool:
     if violation.check != injected.check or violation.step < injected.step:
         return False
     if injected.slots:
-        return violation.slot in injected.slots
+        return violation.slot in injected.slots or _is_in_stretch(injected, violation)
     place = injected.layer, injected.half
     who = {*injected.requests, injected.request} - {None}
     return (violation.layer, violation.half) == place and (violation.request in who or injected.check == "order")
@@ -33,11 +33,21 @@ def is_consequence(injected: Injected, violation: object) -> bool:
     """
     if not isinstance(violation, Violation):
         return False
+    is_near = 0 <= violation.step - injected.step <= 1
+    if injected.check == "identity":  # all who go on from a prefix that was made anew
+        return is_near and (violation.check, violation.kind) == ("chain", "link_behind")
     if violation.check not in _ROW_CHECKS or injected.check not in _ROW_CHECKS:
         return False
     who = {injected.request, injected.other} - {None}
-    is_near = 0 <= violation.step - injected.step <= 1
     return is_near and (violation.slot in injected.slots or violation.request in who)
+
+
+def _is_in_stretch(injected: Injected, violation: Violation) -> bool:
+    """On a device the row is right again by the time its verdict is read, which then names the end of the stretch."""
+    if injected.entries is None or violation.position is None or violation.request != injected.request:
+        return False
+    first = injected.positions[0] if injected.positions else 0
+    return first <= violation.position < first + injected.entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,9 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """A fault was injected on purpose. ``slots`` is empty where a fault concerns all of ``requests``."""
+    """A fault was injected on purpose. ``slots`` is empty where a fault concerns all of ``requests``; ``entries`` says of
+    how many entries of a row, from ``positions`` on, any may be named.
+    """
 
     fault: str
     step: int
@@ -133,6 +135,7 @@ class Injected:
     half: str | None = None
     request: str | None = None
     other: str | None = None
+    entries: int | None = None
     requests: tuple[str, ...] = ()
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 TO_HOST = "L1 device -> L2 host, or in L2 host"
 TO_DEVICE = "L2 host -> L1 device"
+BEFORE_STORAGE = "L1 device -> L2 host -> L3 storage, or in L2 host since it came back"
 ROUND_TRIP = "L1 device -> L2 host -> L1 device"
 
 _BY_KIND = {
@@ -41,6 +42,8 @@ _BY_KIND = {
     "trimmed_slot": "the part of a slot that the window still needs was freed too early",
     "unordered_forward": "forwards were launched on several streams without a wait between them",
     "unordered_batch": "the wait of the forward's stream for the scheduler's was dropped",
+    "unordered_load": "the wait for a layer that is loaded was dropped, or its event stood for another load",
+    "draft_path": "the rows of the accepted draft tokens were not moved to their places, or the wrong ones were",
     "delta_range": "the allocator or the prefix cache handled a slot id that does not exist",
 }
 
@@ -83,6 +86,7 @@ def _foreign(violation: Violation) -> tuple[str, tuple[str, ...]]:
 def _travelled(violation: Violation) -> tuple[str, tuple[str, ...]]:
     cause = {
         TO_DEVICE: "the copy to the device was not complete, went to the wrong slot, or was overtaken by another store",
+        BEFORE_STORAGE: "the row was damaged before it was stored, or in host memory after it came back",
         TO_HOST: "the row was copied before it was complete, or host memory was overwritten",
     }.get(violation.hop or "", "the row was changed in host memory, or on the way there or back")
     where = () if violation.layer is None else (f"only {violation.half} of layer {violation.layer} differs",)

@@ -81,6 +81,9 @@ class Diagnosis:
             if kind in (r.Kind.UNORDERED_FORWARD, r.Kind.UNORDERED_BATCH):
                 violations.append(self._order(step, kind, row))
                 continue
+            if kind is r.Kind.DRAFT_PATH:
+                violations.append(self._draft_path(step, row))
+                continue
             if kind is r.Kind.END_POINT and any(index == request for request, _ in named):
                 continue
             if kind in (r.Kind.LINK, r.Kind.END_POINT) and index not in chains:
@@ -192,6 +195,29 @@ class Diagnosis:
             stored_hash=row[r.ROW_CHAIN] & _U64 if has_record else None,
             expected_hash=chain[position] if chain is not None else None,
             writer=self._history.writer_of(row[r.ROW_WRITER]) if has_record else None,
+        )
+
+    def _draft_path(self, step: Step, row: Sequence[int]) -> Violation:
+        """The tokens of this round are not known to the scheduler yet: the device has said what belongs there."""
+        index, identity, expected = row[r.ROW_REQUEST], row[r.ROW_IDENTITY], row[r.ROW_FOUND_LOCATOR]
+        return Violation(
+            check="chain",
+            kind="draft_path",
+            pool=self.pool_name,
+            rank=self._rank,
+            step=step.number,
+            phase="write",
+            slot=row[r.ROW_SLOT],
+            page=self._page_of(row[r.ROW_SLOT]),
+            position=row[r.ROW_POSITION],
+            request=step.requests[index].rid,
+            request_row=step.rows[index],
+            stored_token=_signed_token(identity),
+            expected_token=_signed_token(expected),
+            stored_position=(identity >> POSITION_SHIFT) & r.POSITION_MASK,
+            stored_hash=row[r.ROW_CHAIN] & _U64,
+            expected_hash=row[r.ROW_FOUND_DIGEST] & _U64,
+            writer=self._history.writer_of(row[r.ROW_WRITER]),
         )
 
     def _content(self, step: Step, row: Sequence[int]) -> Violation:

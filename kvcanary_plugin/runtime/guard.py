@@ -13,25 +13,30 @@ from typing import Any
 import torch
 
 from ..config import Config
-from ..errors import GuardError
+from ..errors import GuardError, UncoveredError
 from ..faults.injector import Injector
 from ..kernels.backend import pick_backend
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool
 from ..report.reporter import Reporter
+from ..tiers import page_records
 from .batch import BatchBuffers
 from .copies import Copies
 from .diagnosis import RowHistory
 from .figures import Figures, Sweep
+from .host_slots import FollowedSlots
 from .idle import IdlePass
 from .images import NO_MARKS, locate_marks
 from .judge import Judge, Policy
 from .launches import MAX_CAPTURED_REQUESTS, CapturedDecode, Launches
 from .ledger import Ledger
+from .load_order import LoadOrder
 from .order import Order
+from .page_rows import fingerprint_of
 from .scrubber import Scrubber
 from .settings import Settings
 from .space import Space
+from .speculation import Drafts, Trees
 from .state import StateWatch
 from .step import MAX_IN_FLIGHT, Step
 from .transfers import Transfers
@@ -53,6 +58,7 @@ class Guard:
         verified, stored: see :class:`Figures`.
         rank: of this process, for reports.
         transfers: to host memory and back, None where there are none.
+        drafts: trees of draft tokens that forwards verify, None where there are none.
         settings: what of it can be changed while it runs.
     """
 
@@ -107,10 +113,12 @@ class Guard:
         self._copies = Copies(self.spaces)
         self._backend = backend
         self.transfers: Transfers | None = None
+        self.drafts: Drafts | None = None
         self._late: list[tuple[Space, torch.Tensor, int]] = []
         self.verified = self.stored = 0
         self._idle = IdlePass(backend, self.spaces, device)
         self._batch = BatchBuffers(device, len(pool.companions))
+        self._checks_load_order = "order" in config.checks
         self._order: Order | None = None
         if "order" in config.checks and Order.is_needed(device):
             self._order = Order(backend, device)
@@ -156,7 +164,7 @@ class Guard:
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool."""
         host = None if self.transfers is None else self.transfers.host
-        watched: list[Any] = [*self.spaces, *self.states, *filter(None, [self.ledger, self._order, host])]
+        watched: list[Any] = [*self.spaces, *self.states, *filter(None, [self.ledger, self._order, host, self.drafts])]
         return sum(each.resident_bytes for each in watched)
 
     @property
@@ -178,9 +186,25 @@ class Guard:
         while self._launched:
             self._read(self._launched.popleft()[1])
 
+    def follow_drafts(self) -> None:
+        """Forwards may verify trees of draft tokens from now on.
+
+        Raises:
+            UncoveredError: the pool has parts in which the accepted path is chosen by ways of its own.
+        """
+        if len(self.spaces) > 1 or self.states:
+            raise UncoveredError(
+                f'speculative decoding with pool "{self.pool.name}" is not covered yet (it has more than one space, '
+                "or a state of each request)"
+            )
+        rows = self.pool.req_to_token
+        self.drafts = Drafts(self._backend, self.spaces[0], rows.shape[0], rows.device)
+
     def reset(self) -> None:
         """Start over with a pool that holds nothing, after a time in which nobody looked."""
         self._announced = self._running = None
+        if self.drafts is not None:
+            self.drafts.step = None
         self._copies.clear()
         if self.transfers is not None:
             self.transfers.clear()
@@ -189,15 +213,21 @@ class Guard:
             self.ledger.note_flush()
 
     def announce(
-        self, requests: Sequence[Request], rows: Sequence[int], prefix_lens: Sequence[int], write_lens: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        rows: Sequence[int],
+        prefix_lens: Sequence[int],
+        write_lens: Sequence[int],
+        nodes: int = 0,
     ) -> None:
         """Say what the next forward will read and store. Called where the scheduler launches a batch.
 
         Args:
             requests: the batch, in its order.
             rows: request row of each.
-            prefix_lens: positions each reads from before its new tokens.
+            prefix_lens: positions each reads from before its new tokens; with trees, as many as the host knows of.
             write_lens: new tokens of each.
+            nodes: size of the tree of draft tokens that the forward verifies for each, 0 if it verifies none.
         """
         self.forwards += 1
         step = self._steps[self.forwards % MAX_IN_FLIGHT]
@@ -211,14 +241,16 @@ class Guard:
             self.verified += step.verify_total
         self.stored += step.write_total
         # Every request stores at least one token.
-        step.is_decode = 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None
+        step.nodes = nodes
+        few = not nodes and 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS
+        step.is_decode = few and self._captured is not None
         if step.is_decode and self._captured is not None:
             batch = self._captured.batch_of(len(requests))
         else:
             batch = self._batch.batch_of(len(requests), step.write_total)
-            step.marks = locate_marks(requests, prefix_lens, write_lens)
+            step.marks = NO_MARKS if nodes else locate_marks(requests, prefix_lens, write_lens)
         self._weights.note_mixed(step)
-        truth = self.truth.advance(requests, rows, prefix_lens)
+        truth = self.truth.advance(requests, rows, prefix_lens, is_even=not nodes)
         step.started = truth.started
         for index in step.started:
             self._history.note(rows[index], step.number, requests[index].rid)
@@ -235,7 +267,11 @@ class Guard:
         self._announced = step
 
     def before(
-        self, input_ids: torch.Tensor | None, out_cache_loc: torch.Tensor, req_pool_indices: torch.Tensor
+        self,
+        input_ids: torch.Tensor | None,
+        out_cache_loc: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        trees: Trees | None = None,
     ) -> None:
         """Verify what the forward will read. Enqueued on the forward's stream, before it.
 
@@ -243,6 +279,7 @@ class Guard:
             input_ids: int (write_total,), copied: a model may clamp them in place.
             out_cache_loc: int (write_total,), the slots to be stored, copied.
             req_pool_indices: int (bs,), the rows the forward will use.
+            trees: of draft tokens, where the forward verifies some.
         """
         step, self._announced = self._announced, None
         if step is None:
@@ -255,6 +292,7 @@ class Guard:
         self._apply_changes(step.number)
         if self.transfers is not None:
             step.found += self.transfers.take_found()
+            self.transfers.begin(step)
         bs, written = len(step.requests), step.write_total
         if input_ids is None or input_ids.shape[0] != written or out_cache_loc.shape[0] != written:
             raise GuardError(
@@ -266,7 +304,9 @@ class Guard:
         self._running = step
         for space in self.spaces:
             if space.scrubber is not None:
-                step.scrubs[space.index] = space.scrubber.next_range() if space.folds else (0, 0)
+                # Decode steps are recorded, a graph for each number of slots.
+                piece = space.scrubber.next_range(may_vary=not step.is_decode) if space.folds else (0, 0)
+                step.scrubs[space.index] = piece
                 host.set_scrub(space.index, step.scrubs[space.index][0])
         if self.settings.audit is not None:
             self.settings.audit.note_enqueued(step.number)
@@ -283,6 +323,10 @@ class Guard:
             batch.tokens[torch.tensor(places, device=device)] = torch.tensor(marked, device=device)
         if self._on_host and int(self.spaces[0].violations.count):
             self._judge.read_early(step)
+        if self.drafts is not None:
+            self.drafts.step = None
+            if step.nodes:
+                self.drafts.stamp(step, batch, trees)
         for state in self.states:
             state.compare(step)
         for index in step.started:
@@ -306,6 +350,10 @@ class Guard:
             if space.poisons and space.presence is not None and space.presence.is_learning:
                 space.presence.observe(step.batch.slots_of(space.index))
         counts = [count for _, count in step.scrubs]
+        if step.nodes and self.drafts is not None:  # the rest is done in commit
+            self._launches.seal(step.batch, step.number, [start for start, _ in step.scrubs], counts)
+            self.drafts.step = step
+            return
         if step.is_decode and self._captured is not None:
             self._captured.conclude(step.batch, counts)
         else:
@@ -315,6 +363,26 @@ class Guard:
         for state in self.states:
             state.remember(step)
             state.drain(step.batch)
+        self._close(step)
+
+    def commit(self, accept_lens: torch.Tensor, accepted: torch.Tensor) -> None:
+        """The drafts of the latest forward were judged and the rows of the accepted path moved; see
+        :meth:`Drafts.commit`. Enqueued on the forward's stream, behind that.
+        """
+        drafts = self.drafts
+        step = None if drafts is None else drafts.step
+        if drafts is None or step is None or step.batch is None:
+            return
+        drafts.step = None
+        if self.injector is not None:
+            self.injector.at_commit(self, step, accept_lens, self._reporter)
+        drafts.commit(step.batch, accept_lens, accepted)
+        self._launches.close(step.batch)
+        if self._order is not None:
+            self._order.note_concluded(step.number)
+        self._close(step)
+
+    def _close(self, step: Step) -> None:
         if self.injector is not None:
             self.injector.after_forward(self)
         step.close_verdict()
@@ -342,6 +410,8 @@ class Guard:
     def _read(self, step: Step) -> None:
         if not step.is_open:
             return
+        if self.transfers is not None and self.transfers.order is not None:
+            step.found += self.transfers.order.read(step.number)
         self._judge.judge(step)
         if self.settings.audit is not None:
             self.settings.audit.note_judged(step.number, self._reporter.counts)
@@ -373,9 +443,11 @@ class Guard:
 
     def move(self, kv_cache: object, target: torch.Tensor, source: torch.Tensor) -> None:
         """The guarded pool copied the rows of slots ``source`` to ``target``, (n,) both."""
-        if kv_cache is self.pool.kv_cache:
-            for space in self.spaces:
-                space.move(target, source)
+        if kv_cache is not self.pool.kv_cache:
+            return
+        is_path = self.drafts is not None and self.drafts.step is not None  # and its records are needed right away
+        for space in self.spaces:
+            (space.move_now if is_path else space.move)(target, source)
 
     def note_copied(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
         """The rows of ``slots`` left the pool as ``copy``, in which SGLang keeps tensors."""
@@ -387,12 +459,13 @@ class Guard:
         if allocator is self.pool.allocator:
             self._copies.note_loaded(slots, copy)
 
-    def open_host(self, host_pool: Any, has_storage: Callable[[], bool]) -> None:
+    def open_host(self, host_pool: Any, has_storage: Callable[[], bool], layer_count: int) -> None:
         """Rows of the guarded pool go to and come from ``host_pool`` from now on, SGLang's.
 
         Args:
             host_pool: has ``size`` slots, numbered from 0, none of them given out.
             has_storage: whether something else than the guarded pool may fill them.
+            layer_count: layers that come back one after the other.
 
         Raises:
             GuardError: the pool has other spaces or states, whose rows travel by ways of their own.
@@ -411,6 +484,23 @@ class Guard:
         self.transfers = self._judge.transfers = Transfers(
             self.spaces[0], self.ledger, self.truth, self._backend, host_pool, has_storage, describe
         )
+        if self._checks_load_order:
+
+            def describe_late(step: int, layer: int, request: str) -> Violation:
+                kind, name = "unordered_load", self.pool.name
+                return Violation("order", kind, name, self.rank, step, "load", -1, layer=layer, request=request)
+
+            device = self.pool.req_to_token.device
+            self.transfers.order = LoadOrder(layer_count, device, describe_late)
+
+    def share_host(self, is_followed: Callable[[], bool]) -> None:
+        """Storage code learns of host slots, and tells what it does with them, while ``is_followed``."""
+        transfers = self.transfers
+        if transfers is not None and transfers.keeps_rows:
+            fingerprint = fingerprint_of(self.spaces[0].slots.table)
+            page_records.follow(
+                transfers.host_pool, FollowedSlots(transfers.host, fingerprint, is_followed, transfers.report)
+            )
 
     def replace_weights(self, version: str) -> None:
         """See :meth:`WeightUpdates.replace`."""

@@ -42,6 +42,12 @@ def fold_host_slot(pool: Any, slot: int, table: SourceTable) -> int | None:
 
 def read_rows(pool: Any, slot: int, names: Sequence[tuple[int, str]]) -> list[torch.Tensor] | None:
     """The row of each source, uint8 (row bytes,); ``names`` are layer and half of each. None: layout not known."""
+    rows = find_rows(pool, slot, names)
+    return None if rows is None else [row.contiguous().view(torch.uint8).flatten() for row in rows]
+
+
+def find_rows(pool: Any, slot: int, names: Sequence[tuple[int, str]]) -> list[torch.Tensor] | None:
+    """The row of each source where it lies in host memory, a view; see :func:`read_rows`."""
     buffer, layout, page_size = getattr(pool, "kv_buffer", None), getattr(pool, "layout", None), pool.page_size
     if not isinstance(buffer, torch.Tensor) or len(set(names)) != len(names):
         return None
@@ -61,7 +67,7 @@ def read_rows(pool: Any, slot: int, names: Sequence[tuple[int, str]]) -> list[to
             return None
         place = (HALVES.index(half), *places[layout]) if has_halves else places[layout]
         try:
-            rows.append(buffer[place].contiguous().view(torch.uint8).flatten())
+            rows.append(buffer[place])
         except (IndexError, RuntimeError):
             return None
     return rows

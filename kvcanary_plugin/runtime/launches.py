@@ -85,6 +85,16 @@ class Launches:
         """Behind the forward: records, poison that is left, the next piece of the pool, and the verdict."""
         for space in self._spaces:
             space.record(batch, step, starts[space.index], counts[space.index])
+        self.close(batch)
+
+    def seal(self, batch: Batch, step: int, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """The same for a forward whose records have been stamped, and without the verdict."""
+        for space in self._spaces:
+            space.record(batch, step, starts[space.index], counts[space.index], is_stamped=True)
+
+    def close(self, batch: Batch) -> None:
+        """The verdict of what was enqueued so far."""
+        for space in self._spaces:
             space.drain(batch)
         if self._order is not None:
             self._order.note_forward(batch)

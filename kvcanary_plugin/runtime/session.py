@@ -25,13 +25,16 @@ from .control import Change, Control
 from .guard import Guard
 from .heartbeat import Heartbeat
 from .ledger import Ledger
+from .load_order import LoadOrder
 from .policy import Levers, Quarantine
+from .speculation import Trees
 from .transfers import Transfers
 from .truth import Request
 
 logger = logging.getLogger("kvcanary")
 
-Announcement = tuple[Sequence[Request], Sequence[int], Sequence[int], Sequence[int]]
+_Announced = tuple[Sequence[Request], Sequence[int], Sequence[int], Sequence[int]]
+Announcement = _Announced | tuple[Sequence[Request], Sequence[int], Sequence[int], Sequence[int], int]
 
 
 class Session:
@@ -63,7 +66,15 @@ class Session:
         self._is_waived = False
         atexit.register(self.reporter.close)
 
-    def attach(self, model_runner: Any, gaps: Sequence[str], *, rank: int, has_owners: bool = True) -> None:
+    def attach(
+        self,
+        model_runner: Any,
+        gaps: Sequence[str],
+        *,
+        rank: int,
+        has_owners: bool = True,
+        has_drafts: bool = False,
+    ) -> None:
         """Guard the pools of ``model_runner``, which were just allocated.
 
         Args:
@@ -71,6 +82,7 @@ class Session:
             gaps: why the server's mode is not covered; empty if it is.
             rank: of this process, for reports.
             has_owners: a slot belongs to one request at a time.
+            has_drafts: forwards may verify trees of draft tokens.
 
         Raises:
             UncoveredError: the mode or the pool is not covered and ``--kvcanary-allow-uncovered`` was not given.
@@ -79,12 +91,14 @@ class Session:
             if gaps:
                 raise UncoveredError("; ".join(gaps))
             pool = adapt_model_runner(model_runner, self.config.content if self.config.reads_rows else "none")
+            guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
+            if has_drafts:
+                guard.follow_drafts()
         except UncoveredError as error:
             self._waive(error)
             return
-        self.guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
+        self.guard = guard
         self._model_runner = model_runner
-        guard = self.guard
         bytes_per_slot = sum(space.table.bytes_per_slot for space in (pool.main, *pool.companions))
         periods = [space.scrubber.period_forwards for space in guard.spaces if space.scrubber is not None]
         scrub = f", first content pass {max(periods)} forwards" if periods else ""
@@ -98,6 +112,8 @@ class Session:
             guard.resident_bytes / pool.slot_count,
             scrub,
         )
+        if has_drafts:
+            logger.warning("kvcanary: a draft model's pool is not guarded: it only proposes what the target decides")
         if left_out := guard.settings.missing:
             logger.warning("kvcanary: not checked, because it cannot be in this server: %s", ", ".join(left_out))
         self.reporter.event(
@@ -186,13 +202,28 @@ class Session:
     def _is_looking(self) -> bool:
         return self.guard is not None and not self.is_paused and not self.is_released
 
+    @property
+    def has_drafts(self) -> bool:
+        """Forwards may verify trees of draft tokens."""
+        return self.guard is not None and self.guard.drafts is not None
+
     def announce(self, read: Callable[[Any], Announcement], batch: object) -> None:
         """See :meth:`Guard.announce`; ``read`` takes its arguments from SGLang's ``batch``."""
         self._call(lambda guard: guard.announce(*read(batch)))
 
-    def before(self, input_ids: torch.Tensor, out_cache_loc: torch.Tensor, req_pool_indices: torch.Tensor) -> None:
+    def before(
+        self,
+        input_ids: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        trees: Trees | None = None,
+    ) -> None:
         """See :meth:`Guard.before`."""
-        self._call(lambda guard: guard.before(input_ids, out_cache_loc, req_pool_indices))
+        self._call(lambda guard: guard.before(input_ids, out_cache_loc, req_pool_indices, trees))
+
+    def commit(self, accept_lens: torch.Tensor, accepted: torch.Tensor) -> None:
+        """See :meth:`Guard.commit`."""
+        self._call(lambda guard: guard.commit(accept_lens, accepted))
 
     def after(self) -> None:
         """See :meth:`Guard.after`."""
@@ -237,7 +268,7 @@ class Session:
         self._call(lambda guard: guard.note_loaded(allocator, slots, copy))
 
     def open_host(
-        self, allocator: object, host_pool: Any, has_storage: Callable[[], bool], gaps: Sequence[str]
+        self, allocator: object, host_pool: Any, has_storage: Callable[[], bool], gaps: Sequence[str], layer_count: int
     ) -> None:
         """Rows of the pool of ``allocator`` go to and come from ``host_pool``; see :meth:`Guard.open_host`.
 
@@ -251,7 +282,8 @@ class Session:
             self.guard = None
             self._waive(UncoveredError("; ".join(gaps)))
             return
-        guard.open_host(host_pool, has_storage)
+        guard.open_host(host_pool, has_storage, layer_count)
+        guard.share_host(lambda: self.follows(host_pool))
         logger.info("kvcanary: following KV to %d slots of host memory and back", host_pool.size)
 
     def note_transfer(self, host_pool: object, action: Callable[[Transfers, int], None]) -> None:
@@ -265,6 +297,18 @@ class Session:
                 action(guard.transfers, guard.forwards + 1)
 
         self._call(act)
+
+    def follows(self, host_pool: object) -> bool:
+        """Whether everything that happens to the slots of ``host_pool`` is known. Of any thread."""
+        transfers = None if self.guard is None else self.guard.transfers
+        return self._is_looking and transfers is not None and transfers.host_pool is host_pool
+
+    def note_layer(self, host_pool: object, action: Callable[[LoadOrder], None]) -> None:
+        """A layer came from ``host_pool``, or is used. Called for every layer of a forward that is not captured."""
+        transfers = None if self.guard is None else self.guard.transfers
+        order = transfers.order if transfers is not None and transfers.host_pool is host_pool else None
+        if order is not None and self._is_looking:
+            self._call(lambda _: action(order))
 
     def note_ownership(self, subject: object, action: Callable[[Ledger], None]) -> None:
         """``subject``, an allocator or a table of request rows, did something that a ledger has to know."""

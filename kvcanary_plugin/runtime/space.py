@@ -9,6 +9,7 @@ import torch
 
 from ..config import Config
 from ..kernels.backend import Backend
+from ..kernels.move_reference import MOVED_WORDS
 from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool, SlotSpace
@@ -62,6 +63,7 @@ class Space:
         shape = (steps_in_flight, *self.violations.block.shape)
         self.ring = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._changes: list[Callable[[], None]] = []
+        self._moving = torch.empty(0, dtype=torch.int64, device=device)
         self.scrubber: Scrubber | None = None
         self.presence: Presence | None = None
         if slots.table.sources:
@@ -88,6 +90,15 @@ class Space:
             if self.slots.ratio > 1:
                 kept //= self.slots.ratio
             self._changes.append(lambda: self.records.release(self.in_stream(kept)))
+
+    def move_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The same in effect at once: what is enqueued next reads the records that were moved."""
+        to, of = self.find(target), self.find(source)
+        if self._moving.numel() < to.numel() * MOVED_WORDS:
+            self._moving = self._moving.new_empty(2 * to.numel() * MOVED_WORDS)
+        self._backend.move_records(
+            records=self.records.hot, writers=self.records.writers, target=to, source=of, scratch=self._moving
+        )
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The pool copied the rows of ``source`` to ``target``, main slots (n,) both. In effect like a release."""
@@ -212,9 +223,20 @@ class Space:
                 table=self.slots.table, slots=batch.slots_of(self.index), chosen=self.presence.chosen
             )
 
-    def record(self, batch: Batch, step: int | torch.Tensor, scrub_start: int | torch.Tensor, scrub_count: int) -> None:
-        """Make records of what the forward stored, look for poison it left, and fold the next piece of the space."""
-        if batch.slots.shape[0]:
+    def record(
+        self,
+        batch: Batch,
+        step: int | torch.Tensor,
+        scrub_start: int | torch.Tensor,
+        scrub_count: int,
+        *,
+        is_stamped: bool = False,
+    ) -> None:
+        """Make records of what the forward stored, look for poison it left, and fold the next piece of the space.
+
+        ``is_stamped``: all of the records but the fold has been made.
+        """
+        if batch.slots.shape[0] and not is_stamped:
             self._backend.write_chain(
                 records=self.records.hot,
                 writers=self.records.writers,
@@ -237,6 +259,7 @@ class Space:
                 slots=batch.slots_of(self.index),
                 start=scrub_start,
                 count=scrub_count,
+                step=step,
                 violations=self.violations,
                 expects=self.presence.expects if self.poisons and self.presence is not None else None,
             )

@@ -26,6 +26,7 @@ class Step:
         batch, host: tensors of the forward, and where the host writes its part.
         verify_total, write_total: positions to be read and tokens to be stored.
         is_decode: each request stores one token.
+        nodes: draft tokens of each request that the forward verifies, 0 for a forward of another kind.
         scrubs: first slot and number of slots of the rotating pass, for each space.
         marks: new tokens that belong to images.
         found: violations that were found without the device.
@@ -48,6 +49,7 @@ class Step:
         self.verify_total = 0
         self.write_total = 0
         self.is_decode = False
+        self.nodes = 0
         self.scrubs: list[tuple[int, int]] = [(0, 0)] * len(verdicts)  # of states it stays so
         self.marks = NO_MARKS
         self.found: list[Violation] = []

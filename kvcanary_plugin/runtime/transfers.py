@@ -4,13 +4,13 @@ SGLang copies on streams of its own, and a forward uses a layer as soon as that 
 ahead of the forward, which is checked against them as ever; the rows are folded behind it, when the last layer has
 come. What is gated on the verdict is the output of the forward.
 
-Host slots that storage filled have no record. One is made when they are loaded: of the tokens of the request for which
-they are, and of the bytes as they came, which the storage tier has verified.
+Host slots that storage filled get their record when they are loaded: of the tokens of the request for which they are,
+and of the digests that the device made when it first stored the rows, which storage keeps beside them. Where it has
+none, of the bytes as they came, which the storage tier has verified.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,20 +19,20 @@ import numpy as np
 import torch
 
 from ..errors import GuardError
-from ..kernels import record as r
 from ..kernels.backend import Backend
-from .cause import ROUND_TRIP, TO_DEVICE
+from ..tiers.page_records import Rows
+from .adoption import make_records
 from .host_records import HostRecords, Ids, ids_of
-from .host_rows import locate_hop
+from .landed import LandedLoads, Load
 from .ledger import Ledger
+from .load_order import LoadOrder
+from .page_rows import is_row_known
 from .space import Space
 from .step import Step
-from .truth import Request, TruthTable, tokens_between, true_chains
+from .truth import Request, TruthTable
 from .violation import Violation
 
 LOADED = -2  # in place of the index of a request: the slot was folded because it had come back
-STEPS_REMEMBERED = 8  # more than can be under way
-MAX_DAMAGES = 1024
 
 
 class Copy(NamedTuple):
@@ -50,22 +50,15 @@ class _Flight(NamedTuple):
     device: torch.Tensor
 
 
-class _Load(NamedTuple):
-    slots: torch.Tensor  # int64 (n,) on the device
-    host: Ids
-    since: Ids
-    is_new: bool  # there was no record
-    request: Request | None
-    event: Any
-
-
 class Transfers:
     """Transfers between the main space of a pool and one host pool.
 
     Attributes:
         host: what is known of the host slots.
         found: what was found on the host, for the next step; host pools are used on several threads.
-        landed: loads that were compared lately, with the step that did.
+        landed: loads that were compared lately.
+        keeps_rows: whether records go to storage with the rows.
+        order: of loads and the forwards that need them; None where that is not checked.
         has_storage: whether host slots may be filled from storage.
         host_pool: SGLang's.
     """
@@ -90,11 +83,13 @@ class Transfers:
         self.has_storage = has_storage
         self.host_pool = host_pool
         self.host = HostRecords(int(host_pool.size), self._device)
+        self.landed = LandedLoads(self.host, host_pool, space.slots.table)
         self.found: deque[Violation] = deque()
-        self.landed: deque[tuple[int, _Load]] = deque()
-        self._damages: dict[tuple[int, int | None], dict[str, Any]] = {}
+        self.order: LoadOrder | None = None
+        self.keeps_rows = space.scrubber is not None  # without the digests there is nothing to keep
+        self._number = 0
         self._flights: list[_Flight] = []
-        self._loads: list[_Load] = []
+        self._loads: list[Load] = []
         self._is_coming = torch.zeros(space.records.slot_count, dtype=torch.bool, device=self._device)
         self._side = None if self._device.type == "cpu" else torch.get_device_module(self._device).Stream()
         if ledger is not None:
@@ -112,12 +107,18 @@ class Transfers:
 
     def note_free(self, host: torch.Tensor) -> None:
         """The host pool takes back slots (n,)."""
-        used, free = self.host.take_back(ids_of(host))
+        found = self.host.take_back(ids_of(host))
+        used = found.used
         if len(used):  # SGLang may know that a transfer is over, and we not yet
             under_way = [flight.host for flight in tuple(self._flights) if not flight.event.query()]
             used = np.intersect1d(used, np.concatenate(under_way)) if under_way else used[:0]
-        self._report("host_free_in_flight", used)
-        self._report("host_double_free", free)
+        self.report("host_free_in_flight", np.union1d(used, found.stored))
+        self.report("host_double_free", found.free)
+
+    def slots_in_use(self) -> Ids:
+        """Host slots that a copy or a storage thread uses now."""
+        under_way = [flight.host for flight in tuple(self._flights) if not flight.event.query()]
+        return np.concatenate([*under_way, self.host.slots_in_storage()])
 
     def clear(self) -> None:
         """The host pool holds every slot again, and nothing is under way."""
@@ -125,6 +126,8 @@ class Transfers:
         self._flights.clear()
         self._loads.clear()
         self._is_coming.zero_()
+        if self.order is not None:
+            self.order.clear()
 
     def note_backup(self, copies: Sequence[Copy], event: Any, step: int) -> None:
         """Rows are being copied to the host; ``event`` is behind that. ``step`` is the number of the next one.
@@ -137,10 +140,28 @@ class Transfers:
             self.host.note_filled(host, step)
             there = self._upload(copy.host)
 
-            def store(there: torch.Tensor = there, device: torch.Tensor = device) -> None:
-                self.host.store(self._space.in_stream(there), self._space.copy_records(self._space.in_stream(device)))
+            def store(host: Ids = host, there: torch.Tensor = there, device: torch.Tensor = device) -> None:
+                records = self._space.copy_records(self._space.in_stream(device))
+                self.host.store(self._space.in_stream(there), records)
+                if self.keeps_rows and self.has_storage():
+                    self.host.rows.bring(host, step, records[0])
 
             self._space.defer(store)
+
+    def begin_load(self) -> None:
+        """Rows are about to be copied to the device, layer by layer."""
+        self._number += 1
+        if self.order is not None:
+            self.order.load = self._number
+
+    def begin(self, step: Step) -> None:
+        """Forward ``step`` begins. It has to wait for what comes for its requests."""
+        if self.order is None:
+            return
+        loads = [load for load in self._loads if any(request is load.request for request in step.requests)]
+        last = max(loads, key=lambda load: load.number, default=None)
+        number, request = (0, None) if last is None else (last.number, last.request)
+        self.order.begin(step.number, number, "" if request is None else request.rid)
 
     def note_load(self, copies: Sequence[Copy], event: Any) -> None:
         """Rows are being copied to the device; ``event`` is behind the last layer.
@@ -156,9 +177,13 @@ class Transfers:
             if len(known):
                 self._restore(copy, known, self._choose(device, known), since[known], event)
             if len(unknown) and self.has_storage():
-                self._adopt(copy, unknown, self._choose(device, unknown), event)
+                rows = self.host.rows.collect(host[unknown])
+                is_known = is_row_known(rows)
+                for part, kept in ((unknown[is_known], rows[is_known]), (unknown[~is_known], None)):
+                    if len(part):
+                        self._adopt(copy, part, kept, self._choose(device, part), event)
             elif len(unknown):
-                self._report("host_slot_empty", host[unknown], _rid_of(copy))
+                self.report("host_slot_empty", host[unknown], _rid_of(copy))
 
     def hide_coming(self, slots: torch.Tensor) -> torch.Tensor:
         """``slots``, int64 (n,), with -1 in place of those that are coming: they are folded by themselves."""
@@ -167,6 +192,8 @@ class Transfers:
 
     def land(self, step: int) -> None:
         """Compare what has come. Enqueued behind a forward that used it; the device waits for the rest of it."""
+        if self.order is not None:
+            self.order.end()
         for load in self._loads:
             if self._device.type != "cpu":
                 torch.get_device_module(self._device).current_stream().wait_event(load.event)
@@ -177,10 +204,8 @@ class Transfers:
             else:
                 self._space.check_slots(load.slots, LOADED)
             self._is_coming.index_fill_(0, load.slots, False)
-            self.landed.append((step, load))
+            self.landed.note(step, load)
         self._loads.clear()
-        while self.landed and self.landed[0][0] < step - STEPS_REMEMBERED:
-            self.landed.popleft()
 
     def poll(self) -> None:
         """Let go of what transfers that are over have used. Does not wait."""
@@ -198,37 +223,11 @@ class Transfers:
 
     def trace(self, violations: list[Violation], step: Step) -> list[Violation]:
         """Say of rows that came back wrong which way they went, and where they were right for the last time."""
-        return [self._trace(each, step) if each.check == "content" else each for each in violations]
+        return self.landed.trace(violations, step)
 
     def take_found(self) -> list[Violation]:
         """What was found on the host since the last time."""
         return [self.found.popleft() for _ in range(len(self.found))]
-
-    def _trace(self, violation: Violation, step: Step) -> Violation:
-        damage = violation.slot, violation.stored_hash
-        if violation.phase != "load":  # found before, and again since
-            return dataclasses.replace(violation, **self._damages.get(damage, {}))
-        landed = (load for number, load in self.landed if number == step.number)
-        found = ((load, torch.nonzero(load.slots == violation.slot).flatten()) for load in landed)
-        load, at = next(((load, int(places[0])) for load, places in found if len(places)), (None, 0))
-        if load is None:
-            return violation
-        slot, since = int(load.host[at]), int(load.since[at])
-        is_there = self.host.since[slot] == since
-        hop = locate_hop(self.host_pool, slot, self._space.slots.table, violation) if is_there else ROUND_TRIP
-        last_good = f"on the device, when it was copied to host slot {slot} ahead of step {since}"
-        if hop == TO_DEVICE:
-            last_good = f"in host slot {slot}, where it still is"
-        rows = [row for row, request in zip(step.rows, step.requests, strict=False) if request is load.request]
-        if len(self._damages) >= MAX_DAMAGES:
-            self._damages.clear()
-        way = self._damages[damage] = {"tier": "host", "hop": hop, "last_good": last_good, "host_slot": slot}
-        return dataclasses.replace(
-            violation,
-            **way,
-            request=None if load.request is None else load.request.rid,
-            request_row=rows[0] if rows else None,
-        )
 
     def _keep(self, event: Any) -> Any:
         """An event of our own that is over when ``event`` is: SGLang records some of its own anew for a later load."""
@@ -242,7 +241,7 @@ class Transfers:
     def _take_off(self, copy: Copy, event: Any) -> tuple[Ids, torch.Tensor]:
         host = ids_of(copy.host)
         device = copy.device.to(self._device, torch.int64, copy=True)
-        self._report("host_slot_free", self.host.hold(host), _rid_of(copy))
+        self.report("host_slot_free", self.host.hold(host), _rid_of(copy))
         self._flights.append(_Flight(event, host, device))
         if self._ledger is not None:
             self._ledger.hold(device)
@@ -251,29 +250,24 @@ class Transfers:
     def _restore(self, copy: Copy, part: Ids, slots: torch.Tensor, since: Ids, event: Any) -> None:
         ids = ids_of(copy.host)[part]
         there = self._upload(torch.from_numpy(ids))
-        load = _Load(slots, ids, since, False, copy.request, event)
+        load = Load(self._number, slots, ids, since, False, copy.request, event)
         self._come(load, lambda: self.host.copy(self._space.in_stream(there)))
 
-    def _adopt(self, copy: Copy, part: Ids, slots: torch.Tensor, event: Any) -> None:
-        """Records of the true tokens, for rows whose bytes are taken as they come."""
+    def _adopt(self, copy: Copy, part: Ids, rows: Rows | None, slots: torch.Tensor, event: Any) -> None:
+        """Records for rows that storage filled, see :func:`make_records`."""
         if copy.request is None:
             raise GuardError(
                 f"{len(part)} host slots that storage has filled are loaded for no request, so that nobody knows "
                 "which tokens they hold; this SGLang loads in a way that is not covered"
             )
-        stop = copy.start + len(copy.host)
-        chains = true_chains(copy.request, self._truth.anchor_of(copy.request), stop)[copy.start :][part]
-        positions = np.arange(copy.start, stop, dtype=np.int64)[part]
-        tokens = np.asarray(tokens_between(copy.request, copy.start, stop), dtype=np.int64)[part] & r.TOKEN_MASK
-        made = np.zeros((len(part), r.RECORD_WORDS), dtype=np.int64)
-        made[:, r.CHAIN] = chains.view(np.int64)
-        made[:, r.IDENTITY] = tokens | positions << 32 | r.LIVE_BIT
+        made = make_records(copy.request, self._truth.anchor_of(copy.request), copy.start + part, rows)
         hot = self._upload(torch.from_numpy(made))
-        load = _Load(slots, ids_of(copy.host)[part], np.zeros(len(part), np.int64), True, copy.request, event)
+        ids = ids_of(copy.host)[part]
+        load = Load(self._number, slots, ids, np.zeros(len(part), np.int64), rows is None, copy.request, event)
         writers = torch.zeros(len(part), dtype=torch.int64, device=self._device)
         self._come(load, lambda: (self._space.in_stream(hot), self._space.in_stream(writers)))
 
-    def _come(self, load: _Load, records: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _come(self, load: Load, records: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         def restore() -> None:
             slots = self._space.in_stream(load.slots)
             self._space.records.restore(slots, records())
@@ -291,7 +285,8 @@ class Transfers:
         # Through pinned memory: else the host would wait for all that the stream has to do.
         return numbers.to(torch.int64).pin_memory().to(self._device, non_blocking=True)
 
-    def _report(self, kind: str, ids: Ids, request: str | None = None) -> None:
+    def report(self, kind: str, ids: Ids, request: str | None = None) -> None:
+        """Host slots ``ids`` show a violation of that kind. Of any thread; told with the next step."""
         self.found.extend(self._describe(kind, slot, request) for slot in ids.tolist())
 
 

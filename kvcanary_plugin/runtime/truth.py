@@ -31,6 +31,9 @@ class Request(Protocol):
     retraction_count: int
 
 
+MAX_TOGETHER = 64  # tokens of a request that are hashed with those of others
+
+
 def hash_tokens(tokens: Sequence[int], start: int) -> npt.NDArray[np.uint64]:
     """``mix(token + 2^32 * position)`` of tokens that begin at position ``start``, as uint64 (n,)."""
     words = np.asarray(tokens, dtype=np.int64).view(np.uint64) & np.uint64(TOKEN_MASK)
@@ -167,8 +170,13 @@ class TruthTable:
         """Whether ``request`` has started."""
         return request in self._anchor_of
 
-    def advance(self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int]) -> Truth:
-        """Bring each row to the hash of its first ``lengths[i]`` tokens."""
+    def advance(
+        self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int], *, is_even: bool = True
+    ) -> Truth:
+        """Bring each row to the hash of its first ``lengths[i]`` tokens.
+
+        ``is_even``: a batch may go on with one token for each request at a time.
+        """
         cohort = self._cohort
         if cohort is not None:
             if cohort.follows(requests, rows, lengths):
@@ -177,12 +185,14 @@ class TruthTable:
             self._lengths[cohort.truth.rows] = cohort.truth.lengths
             self._cohort = None
         truth = self._advance_each(requests, rows, lengths)
-        self._cohort = Cohort.form(requests, truth)
+        self._cohort = Cohort.form(requests, truth) if is_even else None
         return truth
 
     def _advance_each(self, requests: Sequence[Request], rows: Sequence[int], lengths: Sequence[int]) -> Truth:
         started = []
         next_rows, next_tokens = [], []
+        several: list[tuple[int, int, int]] = []
+        generated: list[int] = []
         owners, retractions, have_of = self._owners, self._retractions, self._lengths.item
         for index, (request, row, length) in enumerate(zip(requests, rows, lengths, strict=True)):
             owner, have = owners[row], have_of(row)
@@ -195,7 +205,15 @@ class TruthTable:
                 next_rows.append(row)
                 next_tokens.append(_token_at(request, have))
             elif length > have:
-                self._extend(request, row, have, length)
+                first, count = have - len(request.origin_input_ids), length - have
+                known = request.output_ids[first : first + count] if first >= 0 and count <= MAX_TOGETHER else ()
+                if len(known) == count and length <= POSITION_MASK:
+                    several.append((row, have, length))
+                    generated += known
+                else:
+                    self._extend(request, row, have, length)
+        if several:
+            self._extend_together(several, generated)
         chosen = np.array(rows, dtype=np.int64)
         if next_rows:
             moved = chosen if len(next_rows) == len(rows) else np.array(next_rows)
@@ -204,6 +222,17 @@ class TruthTable:
             self._chains[moved] += mix_array_(words.view(np.uint64), np.empty(len(moved), dtype=np.uint64))
             self._lengths[moved] = positions + 1
         return Truth(chosen, self._lengths[chosen], self._anchors[chosen], self._chains[chosen], started)
+
+    def _extend_together(self, several: list[tuple[int, int, int]], generated: list[int]) -> None:
+        """:meth:`_extend` of rows, each from one length to another, by generated tokens only, a few for each."""
+        rows, begins, ends = np.array(several, dtype=np.int64).T
+        counts = ends - begins
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(len(generated)) + np.repeat(begins - starts, counts)
+        words = np.array(generated, dtype=np.int64) & TOKEN_MASK | positions << POSITION_SHIFT
+        hashes = mix_array_(words.view(np.uint64), np.empty(len(words), dtype=np.uint64))
+        self._chains[rows] += np.add.reduceat(hashes, starts)
+        self._lengths[rows] = ends
 
     def _extend(self, request: Request, row: int, have: int, length: int) -> None:
         if length > POSITION_MASK:

@@ -18,6 +18,7 @@ CHECK_OF_KIND = {
     r.Kind.END_POINT: "chain",
     r.Kind.WRITE_RANGE: "chain",
     r.Kind.CONTENT: "content",
+    r.Kind.DRAFT_PATH: "chain",
     r.Kind.NOT_STORED: "presence",
     r.Kind.UNORDERED_FORWARD: "order",
     r.Kind.UNORDERED_BATCH: "order",
@@ -148,6 +149,7 @@ EXPLANATIONS: Final = {
     "partly_stored": "the forward stored only a part of this row",
     "unordered_forward": "the forward ran before the one ahead of it had ended, for which it did not wait",
     "unordered_batch": "the forward ran before the scheduler's stream had come to it, for which it did not wait",
+    "unordered_load": "the forward used a layer that was still on its way from host memory",
     "state": "the state of the request is not what its last forward left",
     "content": "the bytes of the slot are not the ones that were written",
 }

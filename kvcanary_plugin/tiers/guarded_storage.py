@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from .hf3fs.client import view_bytes
 from .hf3fs.identity import describe_identity, make_geometry
 from .host_pages import HostPages, open_host_pages
 from .page_check import PageCheck
+from .page_records import in_use
 
 logger = logging.getLogger("kvcanary")
 
@@ -109,27 +111,30 @@ class GuardedStorage:
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Store pages of the KV pool."""
         try:
-            self._checks[KV].note(keys, self._pages[KV].sources(host_indices), self._is_new)
-            return as_list(self.backend.batch_set_v1(keys, host_indices, extra_info), len(keys))
+            with in_use(self._pool, host_indices):
+                self._checks[KV].note(keys, self._pages[KV].sources(host_indices), self._is_new)
+                return as_list(self.backend.batch_set_v1(keys, host_indices, extra_info), len(keys))
         except Exception:
             return self._fail("batch_set_v1", [False] * len(keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Fill pages of the KV pool."""
         try:
-            found = as_list(self.backend.batch_get_v1(keys, host_indices, extra_info), len(keys))
-            return self._verify(KV, keys, host_indices, found)
+            with in_use(self._pool, host_indices):
+                found = as_list(self.backend.batch_get_v1(keys, host_indices, extra_info), len(keys))
+                return self._verify(KV, keys, host_indices, found)
         except Exception:
             return self._fail("batch_get_v1", [False] * len(keys))
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Store pages of several pools."""
         try:
-            for t in transfers:
-                self._checks[str(t.name)].note(
-                    t.keys, self._pages[str(t.name)].sources(t.host_indices), lambda key: False
-                )
-            stored = self.backend.batch_set_v2(transfers, extra_info)
+            with self._in_use(transfers):
+                for t in transfers:
+                    self._checks[str(t.name)].note(
+                        t.keys, self._pages[str(t.name)].sources(t.host_indices), lambda key: False
+                    )
+                stored = self.backend.batch_set_v2(transfers, extra_info)
             return {t.name: as_list(stored.get(t.name), len(t.keys)) for t in transfers}
         except Exception:
             return self._fail("batch_set_v2", {t.name: [False] * len(t.keys or []) for t in transfers})
@@ -137,13 +142,18 @@ class GuardedStorage:
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Fill pages of several pools."""
         try:
-            found = self.backend.batch_get_v2(transfers, extra_info)
-            return {
-                t.name: self._verify(str(t.name), t.keys, t.host_indices, as_list(found.get(t.name), len(t.keys)))
-                for t in transfers
-            }
+            with self._in_use(transfers):
+                found = self.backend.batch_get_v2(transfers, extra_info)
+                return {
+                    t.name: self._verify(str(t.name), t.keys, t.host_indices, as_list(found.get(t.name), len(t.keys)))
+                    for t in transfers
+                }
         except Exception:
             return self._fail("batch_get_v2", {t.name: [False] * len(t.keys or []) for t in transfers})
+
+    def _in_use(self, transfers: Sequence[Any]) -> AbstractContextManager[None]:
+        kv = [t.host_indices for t in transfers if str(t.name) == KV and t.host_indices is not None]
+        return in_use(self._pool, torch.cat(kv)) if kv else nullcontext()
 
     def _verify(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor, found: list[bool]) -> list[bool]:
         pages = self._pages[pool].sources(host_indices)

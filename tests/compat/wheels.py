@@ -18,6 +18,7 @@ PARTS = (
     "beam_search",
     "configs",
     "distributed",
+    "speculative",
 )
 
 

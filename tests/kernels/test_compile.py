@@ -20,10 +20,12 @@ from kvcanary_plugin.kernels import (  # noqa: E402
     fold_triton,
     ledger_triton,
     map_triton,
+    move_triton,
     plan_triton,
     poison_triton,
     scatter_triton,
     stage_triton,
+    tree_triton,
     verify_triton,
     write_triton,
 )
@@ -60,6 +62,11 @@ KERNELS = {
     "delta, sweep": (ledger_triton._apply_delta, (9, 32)),
     "claim": (claim_triton._claim_writes, (True, 32, 64)),
     "reads": (claim_triton._check_reads, (256, 64)),
+    "move, read": (move_triton._move, (False, 128)),
+    "move, write": (move_triton._move, (True, 128)),
+    "stamp a tree": (tree_triton._stamp_tree, (16,)),
+    "stamp a wide tree": (tree_triton._stamp_tree, (128,)),
+    "commit a path": (tree_triton._commit_path, (16,)),
     "scrub of bytes": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 13, 2, 3, 1, 2, 2)),
 }
 

@@ -81,7 +81,7 @@ def run(backend, lengths, damage):
         **common,
     )
     scan = {"table": table, "records": records, "writers": writers, "violations": found}
-    backend.seal_and_scrub(slots=free[total : total + new], start=1, count=SLOTS - 1, **scan)
+    backend.seal_and_scrub(slots=free[total : total + new], start=1, count=SLOTS - 1, step=6, **scan)
     backend.check_slots(slots=free[:total], request=1, **scan)
     backend.scrub_range(start=SLOTS - 50, count=100, **scan)
     return records[1:], writers[1:], offsets, found.count, found.rows

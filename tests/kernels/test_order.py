@@ -71,7 +71,7 @@ class Forwards:
         self.order.note_batch(step)
 
     def run(self, step: int) -> None:
-        self.batch.fields.block.copy_(self.host.block)
+        self.batch.fields.block.copy_(self.host.block, non_blocking=True)
         self.order.check(self.batch, self.violations)
         self.order.note_forward(self.batch)
         self.order.note_concluded(step)

@@ -102,6 +102,7 @@ def seal(backend: Backend, device: torch.device, name: str, stored: dict[int, li
         slots=torch.tensor([*CHOSEN_SLOTS, -1, -1], device=device),
         start=1,
         count=SLOTS - 1,
+        step=7,
         violations=violations,
         expects=ones if expects is None else torch.tensor(expects, device=device),
     )

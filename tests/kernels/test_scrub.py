@@ -10,6 +10,7 @@ from kvcanary_plugin.kernels.violations import ViolationBuffer
 from kvcanary_plugin.pool_patcher.sources import SourceTable
 
 SLOTS = 60
+STEP = 2**31 + 3
 
 
 class Pool:
@@ -62,16 +63,53 @@ def test_listed_slots(triton_backend: Backend, pool: Pool, device: torch.device)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("count", [0, 20])
 def test_seal_and_scrub(triton_backend: Backend, device: torch.device, count: int, on_device: bool):
-    """Slots sealed by the same launch are never compared with what they held before."""
+    """Slots sealed by the same launch are never compared with what they held before; those of other forwards are."""
     results = []
     for backend in (REFERENCE, triton_backend):
         pool = Pool(device, [64, 13, 64])
         pool.damage(*((0, slot) for slot in range(10, 22)))
         slots = torch.tensor([11, 13, 50, SLOTS, -1], device=device)
-        start = torch.tensor([10], device=device) if on_device and backend is triton_backend else 10
-        violations = pool.run(backend.seal_and_scrub, slots=slots, start=start, count=count)
+        pool.writers[slots[:3]] = (STEP << r.WRITER_ROW_BITS) + 5
+        pool.writers[[10, 14]] = ((STEP - 1) << r.WRITER_ROW_BITS) + r.WRITER_ROW_MASK
+        start, step = 10, STEP
+        if on_device and backend is triton_backend:
+            start, step = torch.tensor([[start], [step]], device=device)
+        violations = pool.run(backend.seal_and_scrub, slots=slots, start=start, count=count, step=step)
         results.append((rows_of(violations), pool.records[1:]))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     reported = {row[r.ROW_SLOT] for row in results[0][0][1]}
     assert reported == ({10, 14, 16, 17, 19, 20} if count else set())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_is_being_sealed_is_never_reported(device: torch.device, is_told: bool):
+    """Thousands of programs seal and compare the same slots at the same time. Without the step they cannot know."""
+    from kvcanary_plugin.kernels.backend import TRITON
+
+    count, step = 8192, 1
+    table = make_table([256] * 8, count, device)
+    records = torch.zeros((count, r.RECORD_WORDS), dtype=torch.int64, device=device)
+    records[:, r.IDENTITY] = r.LIVE_BIT
+    writers = torch.zeros(count, dtype=torch.int64, device=device)
+    violations = poisoned_violations(16, device)
+    TRITON.seal_slots(records=records, table=table, slots=torch.arange(count, device=device))
+    for step in range(1, 20_001):
+        slots = torch.randint(count, (64,), device=device).unique()
+        for source in table.sources:
+            source.rows[slots, 0] ^= 1
+        writers[slots] = step << r.WRITER_ROW_BITS
+        TRITON.seal_and_scrub(
+            records=records,
+            writers=writers,
+            table=table,
+            slots=slots,
+            start=0,
+            count=count,
+            step=step if is_told else 0,
+            violations=violations,
+        )
+        if step % 2000 == 0 and (int(violations.count) > 0) == is_told:
+            break
+    assert (int(violations.count) == 0) == is_told

@@ -3,14 +3,33 @@
 import time
 
 import pytest
+from packaging.version import Version
 
 from kvcanary_plugin.demo.story import match_outcomes
 from kvcanary_plugin.demo.traffic import Traffic
-from kvcanary_plugin.faults.library import FAULTS
+from kvcanary_plugin.faults import library, stores
+from kvcanary_plugin.faults.identity import IDENTITY_FAULTS
+from kvcanary_plugin.faults.ownership import OWNERSHIP_FAULTS
+from kvcanary_plugin.versions import installed_sglang
 from tests.live.conftest import describe
 
 pytestmark = pytest.mark.live
 ALLOW = {"KVCANARY_ALLOW_INJECT": "1"}
+# Not here: images, sliding windows and states, which this model has not (tests/unit/test_faults.py has them), waits
+# between streams, which a CPU has not, and speculation.
+FAULTS = [
+    *library.FAULTS,
+    "drop_part",
+    *stores.BEFORE_FORWARD,
+    *(name for name in IDENTITY_FAULTS if name != "other_image"),
+    *OWNERSHIP_FAULTS,
+    *stores.AT_LAUNCH,
+]
+if Version(installed_sglang()) >= Version("0.5.19"):  # which slots its tree has is not known
+    FAULTS = [name for name in FAULTS if name not in ("free_cached", "abort_chunk", "foreign_entry")]
+# Damaged bytes are found within a period of the pass, everything else at once.
+BYTES = len(library.FAULTS) + 1
+FORWARDS = [250 + 220 * min(place, BYTES) + 40 * max(0, place - BYTES) for place in range(len(FAULTS))]
 
 
 def wait_for(condition, server, patience_s=240):
@@ -30,10 +49,11 @@ def wait_for(condition, server, patience_s=240):
     ],
 )
 def test_every_fault_is_found_in_the_right_place(guarded, flags, environment):
-    spec = ";".join(f"{name}@{250 + 220 * index}" for index, name in enumerate(FAULTS))
+    spec = ";".join(f"{name}@{forward}" for name, forward in zip(FAULTS, FORWARDS, strict=True))
     flags = [
         "--kvcanary=log",
         "--max-total-tokens=8192",
+        "--chunked-prefill-size=64",
         "--kvcanary-scrub-budget=0.01",
         *flags,
         f"--kvcanary-inject={spec}",
@@ -48,8 +68,9 @@ def test_every_fault_is_found_in_the_right_place(guarded, flags, environment):
         events = server.events()
 
     outcomes, unexplained = match_outcomes(events)
-    assert [outcome.injected["fault"] for outcome in outcomes] == list(FAULTS)
-    assert all(outcome.is_right for outcome in outcomes), describe(events)
+    assert [outcome.injected["fault"] for outcome in outcomes] == FAULTS, describe(unexplained)
+    wrong = [outcome for outcome in outcomes if not outcome.is_right]
+    assert wrong == []
     assert unexplained == [], describe(unexplained)
 
 

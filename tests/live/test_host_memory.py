@@ -9,8 +9,10 @@ import time
 
 import pytest
 from packaging.version import Version
+from rich.console import Console
 
 from kvcanary_plugin.demo.model import VOCABULARY
+from kvcanary_plugin.tiers.hf3fs.fsck import check_file
 from kvcanary_plugin.versions import installed_sglang
 from tests.host_copies import VARIABLE
 from tests.live.conftest import describe
@@ -113,7 +115,7 @@ def test_quarantine_ends_the_request_and_the_next_one_is_right(guarded):
     reason="on a CPU it takes no page back, with SGLang's own file backend and without kvcanary alike",
 )
 def test_pages_from_storage_are_taken_over_after_a_restart(guarded, tmp_path):
-    """They have no record: one is made when they are loaded, and what is done with them from then on is silent."""
+    """With what the device made of their rows: they are compared when they are loaded, and all of it is silent."""
     flags = [
         *("--kvcanary=log", "--enable-hierarchical-cache", "--hicache-ratio=2", "--page-size=16"),
         *("--max-total-tokens=1200", "--hicache-io-backend=direct", "--hicache-storage-prefetch-policy=wait_complete"),
@@ -127,6 +129,10 @@ def test_pages_from_storage_are_taken_over_after_a_restart(guarded, tmp_path):
             ask_again(server, 12)
             wait_until_stored(server)
             assert_clean(server)
+    (path,) = (tmp_path / "pages").glob("*.kvpages")
+    findings = check_file(path, Console(), deep=True, repair=False)
+    assert not findings.faults
+    assert findings.recorded == findings.states["committed"] >= 3 * 320 // 16
     details = [answer["meta_info"]["cached_tokens_details"] for answer in answers[1]]
     assert sum(detail["storage"] for detail in details if detail) >= 2 * 256, details
     assert [answer["output_ids"] for answer in answers[0]] == [answer["output_ids"] for answer in answers[1]]

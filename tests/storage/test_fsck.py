@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from page_files import GEOMETRY, Medium, abandon, fake, fetch_all, flip, make_medium, patch, store
+from page_files import GEOMETRY, Medium, abandon, fake, fetch_all, flip, make_medium, patch, records_of, store
 from page_writer import Writer
 
 from kvcanary_plugin.cli import main
@@ -42,6 +43,7 @@ def test_a_clean_file(medium: Medium, capsys: pytest.CaptureFixture[str]):
     output = capsys.readouterr().out
     assert "clean" in output
     assert "bfloat16" in output
+    assert re.search(rf"with records +│ +{sum(bool(records_of(n)) for n in PAGES.values())} ", output), output
     assert medium.path.read_bytes() == before  # a check changes nothing
     assert fsck(medium, "--deep", "--repair") == 0
     assert survivors(medium) == set(PAGES.values())

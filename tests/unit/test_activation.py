@@ -128,7 +128,7 @@ def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
         (["--kvcanary=log", "--kv-canary=log"], "exclude each other"),
         (["--kvcanary=log", "--enable-lmcache"], "--enable-lmcache is not covered yet"),
         (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
-        (["--kvcanary=log", "--speculative-algorithm=NGRAM"], "--speculative-algorithm is not covered yet"),
+        (["--kvcanary=log", "--speculative-algorithm=DFLASH"], "--speculative-algorithm is not covered yet"),
         (["--kvcanary=log", "--enable-pdmux"], "--enable-pdmux is not covered yet"),
         (["--kvcanary=log", "--use-ray"], "--use-ray is not covered yet"),
     ],

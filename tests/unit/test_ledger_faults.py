@@ -343,11 +343,18 @@ def test_a_flood_is_told_in_bounded_time(make):
 def test_the_named_faults(make, page_size, name):
     """Each is found in its own forward, where it says, and leaves nothing behind."""
     books = make(page_size=page_size)
-    one, two = books.request(40), books.request(30)
-    books.process(books.prefill(one, two))
+    gone, one, two = books.request(20), books.request(40), books.request(30)
+    books.process(books.prefill(gone, one, two))
     books.step_through(steps=5)
+    long = books.request(100)
+    books.process(books.prefill(long, upto=48))
+    books.finish(gone, insert=False)
+    books.step_through(one, two)
+    books.stash(long)
+    assert books.findings == []
     pool = SimpleNamespace(allocator=books.allocator, req_to_token=books.rows.req_to_token, page_size=page_size)
-    guard = SimpleNamespace(pool=pool, ledger=books.ledger, records=books.records)
+    space = SimpleNamespace(apply_changes=lambda: None, violations=books.violations)
+    guard = SimpleNamespace(pool=pool, ledger=books.ledger, records=books.records, spaces=[space])
     done = []
 
     def strike(step):
@@ -355,19 +362,37 @@ def test_the_named_faults(make, page_size, name):
         return done[0].restore
 
     books.strike = strike
-    books.process(books.decode())
+    books.process(books.prefill(long) if name == "abort_chunk" else books.decode(one, two))
     (injected,) = done
     assert injected.check == "ownership"
     named = {(f.slot, f.request or f.owner) for f in books.findings}
     # A page is freed, and given out, as a whole.
     assert set(injected.slots) <= {slot for slot, _ in named}
-    assert {slot // page_size for slot, _ in named} == {slot // page_size for slot in injected.slots}
+    if name not in ("foreign_entry", "stale_entry", "stale_row"):  # these are told by their first entry
+        assert {slot // page_size for slot, _ in named} == {slot // page_size for slot in injected.slots}
     if "request" in injected.fields:
-        assert injected.fields["request"] in {who for _, who in named}
+        assert {who for _, who in named} >= {injected.fields["request"]}
     if "other" in injected.fields:
         assert {f.owner for f in books.findings} == {injected.fields["other"]}
+    # What was freed is also missing where it is read.
+    assert KINDS[name] <= {f.kind for f in books.findings} <= KINDS[name] | {"freed_slot"}
     books.findings.clear()
+    if name != "abort_chunk":
+        books.process(books.prefill(long))
     books.step_through(steps=4)
-    books.process(books.decode(), finish=[one, two])
+    books.process(books.decode(), finish=[one, two, long])
     books.process(books.prefill(books.request(100)))
     assert books.findings == []
+
+
+KINDS = {
+    "free_running": {"free_in_use"},
+    "free_cached": {"free_in_tree"},
+    "free_twice": {"double_free"},
+    "alloc_taken": {"double_alloc"},
+    "release_early": {"free_in_use", "write_not_owned"},
+    "abort_chunk": {"free_in_tree"},
+    "foreign_entry": {"foreign_slot"},
+    "stale_entry": {"freed_slot"},
+    "stale_row": {"freed_slot"},
+}

@@ -43,7 +43,9 @@ def test_every_schedule_gives_the_direct_sum(data: st.DataObject):
     table = TruthTable(ROWS, (("model", "m"),))
     running: dict[int, tuple[Request, int]] = {}
     for number in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["decode", "decode", "decode", "start", "leave", "retract", "some"]))
+        action = data.draw(
+            st.sampled_from(["decode", "decode", "decode", "start", "leave", "retract", "some", "several"])
+        )
         free = [row for row in range(1, ROWS) if row not in running]
         if action == "start" and free:
             prompt = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5))
@@ -63,6 +65,13 @@ def test_every_schedule_gives_the_direct_sum(data: st.DataObject):
             have = data.draw(st.integers(0, total - 1))
             assert check(table, [request], [back], [have]) == [0]
             running[back] = (request, total)
+        elif running and action == "several":  # as where drafts are accepted
+            rows = sorted(running)
+            for row in rows:
+                request, _ = running[row]
+                request.output_ids += data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=5))
+                running[row] = request, max(running[row][1], len(request.origin_input_ids) + len(request.output_ids))
+            assert not check(table, [running[r][0] for r in rows], rows, [running[r][1] for r in rows])
         elif running:
             rows = sorted(running)
             if action == "some":
@@ -90,6 +99,14 @@ def test_a_token_the_scheduler_does_not_know_names_the_request():
     table.advance(requests, [1, 2], [2, 1])
     with pytest.raises(GuardError, match="request 'b' is to read position 1 but the scheduler knows 1 tokens"):
         table.advance(requests, [1, 2], [3, 2])
+
+
+def test_several_tokens_the_scheduler_does_not_know_name_the_request():
+    table = TruthTable(4, ())
+    requests = [Request("a", [5, 6], [1, 2, 3]), Request("b", [7], [4])]
+    table.advance(requests, [1, 2], [2, 1])
+    with pytest.raises(GuardError, match="request 'b' is to read 3 tokens but the scheduler knows 2"):
+        table.advance(requests, [1, 2], [5, 3])
 
 
 def test_token_ids_beyond_32_bits_do_not_reach_the_position():

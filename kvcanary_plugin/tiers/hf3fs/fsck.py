@@ -33,6 +33,7 @@ class Findings:
     header: Header
     faults: list[str]
     states: dict[str, int] = field(default_factory=dict)
+    recorded: int = 0  # committed pages with records of the GPU
     verified: int | None = None
     dropped: int = 0
 
@@ -82,7 +83,7 @@ def check_file(path: Path, console: Console, *, deep: bool, repair: bool) -> Fin
                 findings.verified = check_pages(file, findings, console)
             if repair:
                 findings.dropped = file.repair()
-            findings.states = file.count_states()
+            findings.states, findings.recorded = file.count_states(), file.count_with_records()
     finally:
         os.close(fd)
     return findings
@@ -130,6 +131,7 @@ def render(findings: Findings, path: Path, console: Console, repair: bool) -> No
     table.add_row("slots", f"{header.slot_count:,}")
     for state, count in findings.states.items():
         table.add_row(state, f"{count:,}")
+    table.add_row("with records", f"{findings.recorded:,}")
     if findings.verified is not None:
         table.add_row("verified", f"{findings.verified:,}")
     table.add_row("last writer", f"epoch {header.epoch}, {'did not close it' if header.opened else 'closed it'}")

@@ -78,10 +78,10 @@ class NamedStore:
                     np.frombuffer(view_bytes(piece), np.uint8)[:] = 0
         return verdicts
 
-    def set(self, keys: Sequence[str], pages: Sequence[Sequence[Any]]) -> list[bool]:
-        """Store pages given by their pieces."""
+    def set(self, keys: Sequence[str], pages: Sequence[Sequence[Any]], records: Sequence[bytes] = ()) -> list[bool]:
+        """Store pages given by their pieces, each with its records if there are any."""
         store = self._find()
-        return [False] * len(keys) if store is None else store.set(self.name_pages(keys), pages)
+        return [False] * len(keys) if store is None else store.set(self.name_pages(keys), pages, records)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which pages are stored."""

@@ -177,6 +177,11 @@ class PageFile:
         counts = np.bincount(self._table.take_all()["state"], minlength=len(STATE_NAMES)).tolist()
         return dict(zip(STATE_NAMES, counts, strict=True))
 
+    def count_with_records(self) -> int:
+        """How many committed pages have records that were made on the GPU."""
+        records = self._table.take_all()
+        return int(((records["state"] == COMMITTED) & (records["records_bytes"] > 0)).sum())
+
     def flush(self) -> None:
         """Make what was written durable, as far as the medium can. Raises ``OSError``."""
         self._client.flush()

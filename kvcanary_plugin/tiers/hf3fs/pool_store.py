@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import page_records
 from ..host_pages import HostPages, open_host_pages
 from .identity import describe_identity, make_geometry
 from .layout import Layout
@@ -15,14 +16,15 @@ from .metrics import IoMetrics
 from .named_store import NamedStore
 from .options import StorageOptions
 
+KV = "kv"  # SGLang's name of the pool whose rows the guard follows
 MARKER_BYTES = 16  # what stands in the file for a page of a pool without memory
 
 
 class PoolStore:
     """Made by :meth:`open`; safe to call from several threads. Raises ``ValueError`` on indices that do not fit."""
 
-    def __init__(self, pages: HostPages, store: NamedStore, metrics: IoMetrics) -> None:
-        self._pages, self._store, self._metrics = pages, store, metrics
+    def __init__(self, pages: HostPages, store: NamedStore, metrics: IoMetrics, pool: Any) -> None:
+        self._pages, self._store, self._metrics, self._pool = pages, store, metrics, pool
 
     @classmethod
     def open(
@@ -43,11 +45,13 @@ class PoolStore:
         """
         pages = open_host_pages(pool)
         fields = describe_identity(config, pool, name, pages.order, options.identity)
-        geometry = make_geometry(fields, pages.payload_bytes or MARKER_BYTES)
+        # Room for records whether this server makes them or not: others use the same file.
+        records_bytes = page_records.room_for(pages.page_tokens) if name == KV and pages.payload_bytes else 0
+        geometry = make_geometry(fields, pages.payload_bytes or MARKER_BYTES, records_bytes)
         capacity = options.capacity_bytes
         if slots is not None:
             capacity = Layout(geometry.payload_bytes, geometry.records_bytes, slots).file_bytes
-        return cls(pages, NamedStore(options, geometry, name, capacity, config.tp_rank, is_reader), metrics)
+        return cls(pages, NamedStore(options, geometry, name, capacity, config.tp_rank, is_reader), metrics, pool)
 
     @property
     def name(self) -> str:
@@ -67,23 +71,38 @@ class PoolStore:
     def get(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Fill the pages at ``host_indices``, ``page_size`` of them for each key."""
         indices = self._check(keys, host_indices)
-        with self._metrics.batch("prefetch", self._store.geometry.payload_bytes) as done:
+        slots, host = indices.numpy().reshape(len(keys), -1), self._find_slots()
+        with (
+            self._metrics.batch("prefetch", self._store.geometry.payload_bytes) as done,
+            page_records.in_use(self._pool, indices),
+        ):
             targets = self._pages.targets(indices)
             pieces = targets if self._pages.payload_bytes else [(bytearray(MARKER_BYTES),) for _ in keys]
             for number, verdict in enumerate(self._store.get(keys, pieces)):
                 if verdict.ok:
                     self._pages.accept(indices, number, targets[number])
+                    if host is not None:
+                        rows = page_records.decode(verdict.records, host.fingerprint, self._pages.page_tokens)
+                        host.supply(slots[number], rows)
                 done.append(verdict.ok)
         return done
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        """Store the pages at ``host_indices``."""
+        """Store the pages at ``host_indices``, with what the device made of their rows if that is known."""
         indices = self._check(keys, host_indices)
-        with self._metrics.batch("backup", self._store.geometry.payload_bytes) as done:
+        slots, host = indices.numpy().reshape(len(keys), -1), self._find_slots()
+        with (
+            self._metrics.batch("backup", self._store.geometry.payload_bytes) as done,
+            page_records.in_use(self._pool, indices),
+        ):
             pieces: list[Any] = self._pages.sources(indices)
             if not self._pages.payload_bytes:
                 pieces = [(make_marker(key),) for key in self._store.name_pages(keys)]
-            done += self._store.set(keys, pieces)
+            records: Sequence[bytes] = ()
+            if host is not None:
+                rows = host.collect(slots.reshape(-1)).reshape(len(keys), self._pages.page_tokens, -1)
+                records = [page_records.encode(page, host.fingerprint) for page in rows]
+            done += self._store.set(keys, pieces, records)
         return done
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -104,7 +123,10 @@ class PoolStore:
             raise ValueError(
                 f"pool {self.name}: {found} host indices for {len(keys)} pages of {self._pages.page_tokens} tokens"
             )
-        return host_indices.reshape(-1).cpu()
+        return host_indices.reshape(-1).cpu().to(torch.int64)
+
+    def _find_slots(self) -> page_records.HostSlots | None:
+        return page_records.find(self._pool) if self._store.geometry.records_bytes else None
 
 
 def make_marker(key: bytes) -> bytes:
