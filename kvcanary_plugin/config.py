@@ -126,7 +126,7 @@ OPTIONS = (
     Option(
         "scrub_budget",
         _parse_share,
-        "Share of the time of a forward that the rotating content pass may add, above 0 and at most 1. Default: 0.0025.",
+        "Share of the time of a forward that the rotating content pass may add, above 0, at most 1. Default: 0.0025.",
         metavar="SHARE",
     ),
     Option("log", _parse_text, "Append violations to this file as JSON lines. Default: none.", metavar="FILE"),

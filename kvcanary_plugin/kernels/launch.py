@@ -8,7 +8,9 @@ assumed aligned.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from triton.runtime.jit import JITFunction
 _CONSTANT = "tl.constexpr"
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_compiling = threading.Lock()
+_compiling_thread = 0  # whose launches are compiled only; no thread has this number
 
 
 def jit(function: Callable[..., None]) -> Any:
@@ -48,6 +52,9 @@ def launch(
     if not isinstance(kernel, JITFunction):  # interpreted, or wrapped by a tool
         kernel[(programs,)](*arguments, *constants, num_warps=warps)
         return
+    if is_compiling_only():
+        kernel.warmup(*arguments, *constants, grid=(programs,), num_warps=warps)
+        return
     key = (kernel, constants, device.index, warps, *[a.dtype for a in arguments if type(a) is not int])
     compiled = _compiled.get(key)
     if compiled is None:
@@ -55,6 +62,23 @@ def launch(
         return
     # Addresses rather than tensors: the launcher would ask the driver about each tensor's memory.
     compiled[programs, 1, 1](*[a if type(a) is int else a.data_ptr() for a in arguments], *constants)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Within it, what this thread launches is compiled and not run: nothing on the device changes."""
+    global _compiling_thread
+    with _compiling:
+        _compiling_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            _compiling_thread = 0
+
+
+def is_compiling_only() -> bool:
+    """Whether this thread's launches are compiled and not run."""
+    return _compiling_thread != 0 and threading.get_ident() == _compiling_thread
 
 
 def block_of(count: int, least: int, most: int) -> int:

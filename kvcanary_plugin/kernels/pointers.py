@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .launch import is_compiling_only
+
 if TYPE_CHECKING:
     from ..pool_patcher.sources import SourceTable
 
@@ -67,16 +69,18 @@ class SourcePointers:
             for shape, places in shapes.items()
         )
         self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []  # captured launches go on using them
-        self._sums = torch.zeros((2, 0), dtype=torch.int64, device=device)
-        self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
+        self._scratch = (
+            torch.zeros((2, 0), dtype=torch.int64, device=device),
+            torch.zeros(0, dtype=torch.int32, device=device),
+        )
 
     def scratch(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeroed sums, int64 (2, >= ``slots``), and zeroed arrival counts, int32 (>= ``slots``,)."""
-        if self._arrivals.shape[0] < slots:
-            self._outgrown.append((self._sums, self._arrivals))
-            self._sums = self._sums.new_zeros((2, 2 * slots))
-            self._arrivals = self._arrivals.new_zeros(2 * slots)
-        return self._sums, self._arrivals
+        scratch = self._scratch
+        if scratch[1].shape[0] < slots and not is_compiling_only():
+            self._outgrown.append(scratch)
+            self._scratch = scratch = scratch[0].new_zeros((2, 2 * slots)), scratch[1].new_zeros(2 * slots)
+        return scratch
 
 
 def _keys_of(table: SourceTable, sources: list[int], read_bytes: int) -> torch.Tensor:

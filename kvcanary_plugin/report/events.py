@@ -121,8 +121,8 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """A fault was injected on purpose. ``slots`` is empty where a fault concerns all of ``requests``; ``entries`` says of
-    how many entries of a row, from ``positions`` on, any may be named.
+    """A fault was injected on purpose. ``slots`` is empty where a fault concerns all of ``requests``; where there are
+    ``entries``, any of so many entries of a row, from ``positions`` on, may be named.
     """
 
     fault: str

@@ -20,6 +20,7 @@ from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool
 from ..report.reporter import Reporter
 from ..tiers import page_records
+from .ahead import Ahead
 from .batch import BatchBuffers
 from .copies import Copies
 from .diagnosis import RowHistory
@@ -58,6 +59,7 @@ class Guard:
         verified, stored: see :class:`Figures`.
         rank: of this process, for reports.
         transfers: to host memory and back, None where there are none.
+        ahead: compiles its kernels ahead of their first use, where there are kernels.
         drafts: trees of draft tokens that forwards verify, None where there are none.
         settings: what of it can be changed while it runs.
     """
@@ -137,6 +139,9 @@ class Guard:
             self._idle,
             on_host=self._on_host,
         )
+        self.ahead = Ahead(backend, self.spaces, self.ledger, self._order, device)
+        if Ahead.serves(backend, device):
+            self.ahead.start()
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
             self.injector.check_against(pool.table, self.settings.possible)

@@ -211,22 +211,26 @@ class Ledger:
                 continue
             if not self._on_host:
                 delta.slots.record_stream(torch.get_device_module(self.words.device).current_stream())
-            self._backend.apply_delta(
-                op=delta.op,
-                actor=delta.actor,
-                slots=delta.slots,
-                words=self.words,
-                seats=self.seats,
-                records=self._records.hot,
-                writers=self._records.writers,
-                req_to_token=self._req_to_token,
-                page_size=self._records.page_size,
-                first_slot=self._records.first_slot,
-                violations=violations,
-            )
+            self.apply_delta(delta.op, delta.actor, delta.slots, violations)
             if delta.op is not g.Op.SWEEP:
                 self.history.note(Event(step, delta.op, delta.actor), delta.slots)
         self._queue.clear()
+
+    def apply_delta(self, op: g.Op, actor: int, slots: torch.Tensor, violations: ViolationBuffer) -> None:
+        """One call, on the device only. Enqueued on the current stream."""
+        self._backend.apply_delta(
+            op=op,
+            actor=actor,
+            slots=slots,
+            words=self.words,
+            seats=self.seats,
+            records=self._records.hot,
+            writers=self._records.writers,
+            req_to_token=self._req_to_token,
+            page_size=self._records.page_size,
+            first_slot=self._records.first_slot,
+            violations=violations,
+        )
 
     def check(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcanary_plugin.kernels import ledger
+from kvcanary_plugin.kernels import launch, ledger
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.captured import CapturedLaunches
 
@@ -83,3 +83,39 @@ def test_clean_steps_are_silent(bs: int):
         loop.step()
     assert loop.violations == 0
     assert loop.guard.scrubber.passes >= 1
+
+
+def list_kernels():
+    from kvcanary_plugin.kernels import claim_triton, fold_triton, poison_triton, verify_triton, write_triton
+
+    return (
+        fold_triton._fold,
+        verify_triton._verify_prefixes,
+        write_triton._write_chain,
+        claim_triton._claim_writes,
+        claim_triton._check_reads,
+        poison_triton._poison,
+    )
+
+
+def count_compiled() -> dict[str, int]:
+    """Variants of each kernel that Triton holds for this device."""
+    return {kernel.__name__: len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in list_kernels()}
+
+
+def test_what_a_server_uses_was_compiled_ahead():
+    """So that no forward stands still for a compiler."""
+    from host_step import DecodeLoop
+
+    for kernel in list_kernels():  # what other tests have compiled
+        kernel.device_caches.clear()
+    launch._compiled.clear()
+    loop = DecodeLoop(5, 300, torch.device("cuda"), captured=True)
+    loop.guard.ahead.wait()
+    known = count_compiled()
+    assert min(known.values()) > 0
+    for _ in range(250):
+        loop.step()
+    loop.guard.idle()
+    assert count_compiled() == known
+    assert loop.violations == 0

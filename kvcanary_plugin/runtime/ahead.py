@@ -1,0 +1,122 @@
+"""Compiles what a guard is going to launch while the server is still starting.
+
+A kernel is compiled when it is first used, which takes some tenths of a second where Triton's cache on disk does not
+have it: forwards that use one size for the first time would stand still for so long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels import ledger as g
+from ..kernels.backend import Backend
+from ..kernels.launch import compiling_only
+from .batch import Batch, BatchBuffers
+from .ledger import Ledger
+from .order import Order
+from .space import Space
+
+logger = logging.getLogger("kvcanary")
+
+# One of each range within which the kernels are the same.
+DECODES = (1, 32, 64, 128, 256)
+EXTENDS = ((1, 1000), (1, 20_000), (32, 1000), (64, 1000))
+FOLDS = (1, 1000, 5000)
+DELTAS = (1, 50, 100, 200)
+OPERATIONS = (g.Op.ALLOC, g.Op.FREE, g.Op.INSERT, g.Op.SWEEP)
+
+
+class Ahead:
+    """Does so in a thread of its own. What fails is left to the first use."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        spaces: Sequence[Space],
+        ledger: Ledger | None,
+        order: Order | None,
+        device: torch.device,
+    ) -> None:
+        self._backend = backend
+        self._spaces = spaces
+        self._ledger = ledger
+        self._order = order
+        self._device = device
+        self._thread = threading.Thread(target=self._run, name="kvcanary-compile", daemon=True)
+
+    @staticmethod
+    def serves(backend: Backend, device: torch.device) -> bool:
+        """Whether anything is compiled for this device."""
+        return backend.name == "triton" and device.type != "cpu"
+
+    def start(self) -> None:
+        """Begin, and return."""
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until everything is compiled."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            torch.get_device_module(self._device).set_device(self._device)
+            with compiling_only():
+                for size in DECODES:
+                    self._compile(size, size, is_recorded=True)
+                for size, written in EXTENDS:
+                    self._compile(size, written, is_recorded=False)
+                for space in self._spaces:
+                    self._compile_folds(space)
+                if self._ledger is not None:
+                    self._compile_deltas(self._ledger)
+        except Exception:
+            logger.debug("kvcanary: kernels are compiled when they are first used", exc_info=True)
+
+    def _compile(self, size: int, written: int, *, is_recorded: bool) -> None:
+        """A forward of ``size`` requests that stores ``written`` tokens."""
+        batch = BatchBuffers(self._device, len(self._spaces) - 1).batch_of(size, written)
+        step = batch.fields.step if is_recorded else 1
+        self._backend.stage_batch(
+            source=batch.fields.block,
+            block=batch.fields.block,
+            input_ids=batch.tokens,
+            out_cache_loc=batch.slots,
+            req_pool_indices=batch.forward_rows,
+            tokens=batch.tokens,
+            slots=batch.slots,
+            rows=batch.forward_rows,
+        )
+        if self._order is not None:
+            self._order.check(batch, self._spaces[0].violations)
+        for space in self._spaces:
+            space.find_slots(batch)
+            space.verify(batch, 1)
+        if self._ledger is not None:
+            self._ledger.check(
+                batch=batch, step=step, owners=batch.fields.owners, total=1, violations=self._spaces[0].violations
+            )
+        for space in self._spaces:
+            space.poison(batch)
+            self._compile_record(space, batch, step, is_recorded=is_recorded)
+            space.drain(batch)
+
+    def _compile_record(self, space: Space, batch: Batch, step: int | torch.Tensor, *, is_recorded: bool) -> None:
+        for count in FOLDS if space.scrubber is not None else (0,):
+            space.record(batch, step, batch.fields.scrub_starts[space.index] if is_recorded else 1, count)
+
+    def _compile_folds(self, space: Space) -> None:
+        """Prefixes that requests start on, and what is folded while nothing runs."""
+        for count in FOLDS:
+            space.check_slots(torch.zeros(count, dtype=torch.int64, device=self._device), 0)
+            if space.scrubber is not None:
+                space.scrub(1, min(count, space.slots.slot_count - 1))
+
+    def _compile_deltas(self, ledger: Ledger) -> None:
+        for op in OPERATIONS:
+            for count in DELTAS:
+                slots = torch.zeros(count, dtype=torch.int64, device=self._device)
+                ledger.apply_delta(op, 0, slots, self._spaces[0].violations)
