@@ -70,8 +70,9 @@ class Forwards:
         self.order.demand(self.host, step)
         self.order.note_batch(step)
 
-    def run(self, step: int) -> None:
-        self.batch.fields.block.copy_(self.host.block, non_blocking=True)
+    def run(self, step: int, *, waits: bool = True) -> None:
+        """``waits``: the host may write its fields again, which a step of a server never does to those under way."""
+        self.batch.fields.block.copy_(self.host.block, non_blocking=not waits)
         self.order.check(self.batch, self.violations)
         self.order.note_forward(self.batch)
         self.order.note_concluded(step)
@@ -134,7 +135,7 @@ def test_a_forward_on_a_stream_of_its_own_is_found(triton_backend: Backend, wait
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
         torch.cuda._sleep(200_000_000)
-        forwards.run(1)
+        forwards.run(1, waits=False)
     forwards.host, forwards.batch = host, batch
     forwards.launch(2)
     torch.cuda.current_stream().synchronize()

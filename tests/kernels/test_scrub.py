@@ -84,23 +84,21 @@ def test_seal_and_scrub(triton_backend: Backend, device: torch.device, count: in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_told", [True, False])
-def test_what_is_being_sealed_is_never_reported(device: torch.device, is_told: bool):
+def test_what_is_being_sealed_is_never_reported(triton_backend: Backend, device: torch.device, is_told: bool):
     """Thousands of programs seal and compare the same slots at the same time. Without the step they cannot know."""
-    from kvcanary_plugin.kernels.backend import TRITON
-
     count, step = 8192, 1
     table = make_table([256] * 8, count, device)
     records = torch.zeros((count, r.RECORD_WORDS), dtype=torch.int64, device=device)
     records[:, r.IDENTITY] = r.LIVE_BIT
     writers = torch.zeros(count, dtype=torch.int64, device=device)
     violations = poisoned_violations(16, device)
-    TRITON.seal_slots(records=records, table=table, slots=torch.arange(count, device=device))
+    triton_backend.seal_slots(records=records, table=table, slots=torch.arange(count, device=device))
     for step in range(1, 20_001):
         slots = torch.randint(count, (64,), device=device).unique()
         for source in table.sources:
             source.rows[slots, 0] ^= 1
         writers[slots] = step << r.WRITER_ROW_BITS
-        TRITON.seal_and_scrub(
+        triton_backend.seal_and_scrub(
             records=records,
             writers=writers,
             table=table,
