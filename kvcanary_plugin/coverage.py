@@ -31,6 +31,49 @@ held against the pool's own move as well. That every class of every release is l
 published wheels.
 """
 
+_IN_SERVERS = """
+## In servers
+
+What has run in a live server; everything else was tested on SGLang's own pools, allocators, trees and workers without
+one. The H200 had SGLang 0.5.15 and models of random weights.
+"""
+_SERVERS = (
+    (
+        "CPU, 0.5.15 and 0.5.23, `tests/live`",
+        "MHA; pages of 1 and 16, overlap on and off, chunks, mixed chunks, aborts, retraction, flush, weight updates, "
+        "LoRA, memory given back",
+        "every fault that such a server can have, at its place; nothing on the clean twin",
+    ),
+    ("CPU, every release, `make test-releases`", "MHA, pages of 16", "the same faults"),
+    ("CPU, 0.5.15 and 0.5.23", "hierarchical cache, with a stand-in for SGLang's copy kernels", "`docs/hf3fs.md`"),
+    (
+        "H200",
+        "MHA; pages of 1, 16, 64; fp8; full decode graphs, breakable and piecewise prefill graphs; overlap on and off",
+        "`docs/performance.md`",
+    ),
+    (
+        "H200",
+        "full and window pools (GPT-OSS and Gemma 4 shapes)",
+        "a flip and `free_in_window` found, nothing else reported, 888 requests",
+    ),
+    (
+        "H200",
+        "full pool and state (Falcon-H1 shape)",
+        "a flip and `drop_state` found, nothing else reported, 792 requests",
+    ),
+    (
+        "H200",
+        "memory saver, KV given back and resumed three times",
+        "the memory goes and comes; nothing reported, 2,592 requests",
+    ),
+    ("H200", "hierarchical cache, MHA", "`docs/hf3fs.md`"),
+    ("H200", "NGRAM and STANDALONE", "`docs/speculation.md`"),
+)
+_NOT_IN_SERVERS = """
+Not in a server on a GPU yet: MLA, sparse attention, DeepSeek V4, FP4, torch.compile, EAGLE, several GPUs, and every
+release but 0.5.15.
+"""
+
 
 def render_coverage() -> str:
     """The page as Markdown."""
@@ -51,6 +94,9 @@ def render_coverage() -> str:
         _table(("pool", "SGLang", "why"), ((_code(e.pool), _releases(e), e.refused) for e in refused)),
         "\nPools of other devices (NPU and platforms outside SGLang's tree) are covered where their buffers are those "
         "of a pool above, and refused otherwise.\n",
+        _IN_SERVERS,
+        _table(("where", "model, mode", "seen"), _SERVERS),
+        _NOT_IN_SERVERS,
         "\n## Allocators\n",
         f"Followed: {', '.join(map(_code, COVERED_ALLOCATORS))}, their subclasses that inherit `free` and `clear`, and "
         "allocators that consist of them, such as `SWATokenToKVPoolAllocator`. An allocator with more slots than its "

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcanary_plugin.pool_patcher.patch import Field, fields_of
 
-from .speculation import is_followed
+from .speculation import FOLLOWED, SINCE, UNTIL, is_followed, list_draft_gaps
 
 MODULE = "sglang.srt.server_args"
 # Until then a setting is a field of ServerArgs, from then on of one of its groups.
@@ -30,6 +30,7 @@ class ModeGap:
         since: first release that has it.
         harmless: a value other than None, False, 0 and "" that means not set.
         is_covered: whether a value that is set is covered after all; None if none is.
+        covered: which are, and how far, for ``kvcanary doctor``.
     """
 
     field: str
@@ -39,6 +40,7 @@ class ModeGap:
     since: str = "0.5.11"
     harmless: Any = None
     is_covered: Callable[[Any], bool] | None = None
+    covered: str = ""
 
     def applies_to(self, value: Any) -> bool:
         """Whether a server with this value is refused."""
@@ -76,6 +78,7 @@ MODE_GAPS = (
         "--speculative-algorithm",
         "draft tokens are stored out of order and rejected",
         is_covered=is_followed,
+        covered=f"{', '.join(FOLLOWED)} from SGLang {SINCE} until {UNTIL}, the target model's pool",
     ),
     ModeGap("speculative_adaptive", "spec:Spec", "--speculative-adaptive", "the number of draft tokens changes"),
     ModeGap(
@@ -164,12 +167,13 @@ def settle(server_args: Any) -> Any:
 
 
 def list_mode_gaps(server_args: Any) -> list[str]:
-    """Why this server's KV cannot be followed, one line per setting; empty if it can.
+    """Why this server's KV cannot be followed, one line per setting or pair of settings; empty if it can.
 
     Works on unresolved arguments too. A setting this release does not have reads as not set.
     """
-    return [
+    gaps = [
         f"{gap.setting} is not covered yet ({gap.why})"
         for gap in MODE_GAPS
         if gap.applies_to(getattr(server_args, gap.field, None))
     ]
+    return gaps + list_draft_gaps(server_args)

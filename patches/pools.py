@@ -10,7 +10,6 @@ from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
 
 from .hierarchical import list_pool_gaps
 from .modes import SETTLED, list_mode_gaps, settle
-from .speculation import list_draft_gaps
 
 if TYPE_CHECKING:
     from kvcanary_plugin.pool_patcher.patch import Wrapper
@@ -56,7 +55,7 @@ def declare_patches(session: Session) -> list[Patch]:
             result = wrapped(*args, **kwargs)
             if not instance.is_draft_worker:
                 settings = settle(instance.server_args)
-                gaps = list_mode_gaps(settings) + list_draft_gaps(settings)
+                gaps = list_mode_gaps(settings)
                 if instance.model_config.is_encoder_decoder:
                     gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
                 if getattr(settings, "enable_hierarchical_cache", False):

@@ -156,7 +156,7 @@ class Engine:
     def finish(self, request: Req, *, keep: int = 0) -> torch.Tensor:
         """Free all but the first ``keep`` slots, which stay as a cached prefix and are returned, and the row."""
         slots = self.slots_of(request)
-        self.guard.release(slots[keep:])
+        self.guard.traffic.release(slots[keep:])
         self.allocator.free(slots[keep:])
         self.rows.free_slots.append(request.req_pool_idx)
         if self.guard.ledger is not None:

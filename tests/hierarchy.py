@@ -155,7 +155,7 @@ class Hierarchy(Bookkeeping):
 
     @property
     def transfers(self) -> Any:
-        return self.guard.transfers
+        return self.guard.traffic.transfers
 
     @property
     def violations(self) -> list[Violation]:

@@ -76,6 +76,14 @@ def _list_coverage(tree: SourceTree) -> Section:
             Fact("pools", tuple(pool for pool in pools if pool in COVERED_POOLS)),
             Fact("uncovered", tuple(pool for pool in pools if pool in refused or pool not in known)),
             Fact("allocators", tuple(COVERED_ALLOCATORS)),
-            Fact("refused", (*(gap.setting for gap in MODE_GAPS), "--kv-canary", "encoder-decoder models")),
+            Fact("partly covered", tuple(f"{gap.setting}: {gap.covered}" for gap in MODE_GAPS if gap.covered)),
+            Fact(
+                "refused",
+                (
+                    *(f"other {gap.setting}" if gap.covered else gap.setting for gap in MODE_GAPS),
+                    "--kv-canary",
+                    "encoder-decoder models",
+                ),
+            ),
         ),
     )

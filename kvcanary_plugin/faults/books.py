@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..runtime.guard import Guard
     from ..runtime.step import Step
 
+_ENDING = 3  # forwards ahead of its end from which on a request's row may be read for the radix tree
 _FREE_LISTS = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
 
 
@@ -43,6 +44,12 @@ def pick_free(guard: Guard, rng: random.Random) -> int | None:
     """The first slot of a free page."""
     pages = _allocator_of(guard).free_pages
     return int(pages[rng.randrange(len(pages))]) * guard.pool.page_size if len(pages) else None
+
+
+def is_staying(request: Any) -> bool:
+    """Whether a request goes on for a while: with overlap, the row of one that ends is read beside its last forward."""
+    left = getattr(getattr(request, "sampling_params", None), "max_new_tokens", None)
+    return left is None or int(left) - len(request.output_ids) > _ENDING
 
 
 def slots_in_page(guard: Guard, row: int, length: int, slot: int) -> list[int]:

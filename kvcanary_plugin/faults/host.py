@@ -63,7 +63,7 @@ def swap_host_pages(guard: Guard, _: Step, rng: random.Random, __: dict[str, str
 
 def free_host_in_use(guard: Guard, _: Step, rng: random.Random, __: dict[str, str]) -> Injected | None:
     """Give a page of host slots back while a copy or a storage thread uses it, and take it again after the forward."""
-    transfers = guard.transfers
+    transfers = guard.traffic.transfers
     used = np.zeros(0, np.int64) if transfers is None else transfers.slots_in_use()
     if transfers is None or not len(used):
         return None
@@ -85,7 +85,7 @@ def free_host_in_use(guard: Guard, _: Step, rng: random.Random, __: dict[str, st
 
 def skip_layer_wait(guard: Guard, _: Step, __: random.Random, ___: dict[str, str]) -> Injected | None:
     """Have the next load start late, and the forwards until the load after it use its layers without waiting."""
-    transfers, module = guard.transfers, torch.get_device_module(guard.pool.req_to_token.device)
+    transfers, module = guard.traffic.transfers, torch.get_device_module(guard.pool.req_to_token.device)
     pool: Any = None if transfers is None else transfers.host_pool
     counter = getattr(getattr(pool, "device_pool", None), "layer_transfer_counter", None)
     if counter is None or not hasattr(module, "_sleep"):
@@ -109,12 +109,12 @@ def skip_layer_wait(guard: Guard, _: Step, __: random.Random, ___: dict[str, str
 
 def _filled(guard: Guard) -> list[int]:
     """Host slots that hold rows of the device."""
-    return [] if guard.transfers is None else np.flatnonzero(guard.transfers.host.since).tolist()
+    return [] if guard.traffic.transfers is None else np.flatnonzero(guard.traffic.transfers.host.since).tolist()
 
 
 def _rows_of(guard: Guard, slot: int) -> tuple[int, list[torch.Tensor]] | None:
-    assert guard.transfers is not None
-    rows = find_rows(guard.transfers.host_pool, slot, guard.pool.table.names)
+    assert guard.traffic.transfers is not None
+    rows = find_rows(guard.traffic.transfers.host_pool, slot, guard.pool.table.names)
     return None if rows is None else (slot, rows)
 
 

@@ -203,7 +203,7 @@ def find_lack(name: str, guard: Guard) -> str | None:
         return "the model has no state that every forward rewrites"
     if name == "free_in_window" and all(space.slots.window is None for space in guard.spaces[1:]):
         return "the pool has no space of a sliding window"
-    if name in host.FOUND_BY and guard.transfers is None:
+    if name in host.FOUND_BY and guard.traffic.transfers is None:
         return "no KV goes to host memory and back in this server"
     if name in stores.AT_LAUNCH and not guard.pool.table.sources:
         return "what it stores elsewhere could not be put right with --kvcanary-content none"

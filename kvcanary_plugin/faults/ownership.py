@@ -14,7 +14,18 @@ from ..kernels import ledger as g
 from ..kernels import record as r
 from ..kernels.mixing import POSITION_SHIFT
 from ..report.reporter import MAX_REPORTED_A_STEP
-from .books import claim, give_next, is_owned, keep, pick_entry, pick_free, settle, slots_in_page, to_tensor
+from .books import (
+    claim,
+    give_next,
+    is_owned,
+    is_staying,
+    keep,
+    pick_entry,
+    pick_free,
+    settle,
+    slots_in_page,
+    to_tensor,
+)
 from .library import Fault, Injected
 
 if TYPE_CHECKING:
@@ -115,7 +126,7 @@ def foreign_entry(guard: Guard, step: Step, rng: random.Random, _: dict[str, str
     """Point one entry of a running request's row at a slot that another one owns."""
     settle(guard, step)
     other = pick_entry(guard, step, rng, is_owned)
-    victims = [i for i, length in enumerate(step.prefix_lens) if length and other is not None and i != other[0]]
+    victims = [i for i in _list_victims(step) if other is not None and i != other[0]]
     if other is None or not victims:
         return None
     victim, slot = rng.choice(victims), other[2]
@@ -126,7 +137,7 @@ def foreign_entry(guard: Guard, step: Step, rng: random.Random, _: dict[str, str
 
 def stale_entry(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
     """Point one entry of a running request's row at a free slot."""
-    victims = [index for index, length in enumerate(step.prefix_lens) if length]
+    victims = _list_victims(step)
     slot = pick_free(guard, rng)
     if not victims or slot is None:
         return None
@@ -140,9 +151,10 @@ def stale_row(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -
     """Put entries of a request that has left back into the row of a running one, at the positions that they had."""
     settle(guard, step)
     ledger, records = guard.ledger, guard.records
-    if ledger is None or not step.requests:
+    victims = _list_victims(step)
+    if ledger is None or not victims:
         return None
-    victim = rng.randrange(len(step.requests))
+    victim = rng.choice(victims)
     identities, length = records.hot[:, r.IDENTITY], step.prefix_lens[victim]
     positions = identities >> POSITION_SHIFT & r.POSITION_MASK
     owned = ledger.words & g.OWNER_MASK != 0
@@ -160,6 +172,12 @@ def stale_row(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -
     fields = {"request": step.requests[victim].rid, "entries": len(stretch)}
     # A stretch of the same request's slots is told as one, by its first.
     return Injected("ownership", (stretch[0],), (first,), fields, _point(guard, step, victim, first, stretch))
+
+
+def _list_victims(step: Step) -> list[int]:
+    """Requests whose row may name other slots for a forward without anybody else taking them for theirs."""
+    pairs = zip(step.requests, step.prefix_lens, strict=True)
+    return [index for index, (request, length) in enumerate(pairs) if length and is_staying(request)]
 
 
 OWNERSHIP_FAULTS: dict[str, Fault] = {

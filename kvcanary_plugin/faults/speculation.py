@@ -106,7 +106,7 @@ def _copy_bytes(guard: Guard, target: int, source: int) -> None:
 
 
 def _tell(check: str, guard: Guard, step: Step, index: int, place: int, target: int, source: int) -> Injected:
-    assert guard.drafts is not None
-    position = int(guard.drafts.lengths[index]) + place
+    assert guard.traffic.drafts is not None
+    position = int(guard.traffic.drafts.lengths[index]) + place
     fields = {"request": step.requests[index].rid, "copied_from": source}
     return Injected(check, (target,), (position,), fields)

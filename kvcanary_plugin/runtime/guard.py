@@ -19,30 +19,24 @@ from ..kernels.backend import pick_backend
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool
 from ..report.reporter import Reporter
-from ..tiers import page_records
 from .ahead import Ahead
 from .batch import BatchBuffers
-from .copies import Copies
 from .diagnosis import RowHistory
 from .figures import Figures, Sweep
-from .host_slots import FollowedSlots
 from .idle import IdlePass
 from .images import NO_MARKS, locate_marks
 from .judge import Judge, Policy
 from .launches import MAX_CAPTURED_REQUESTS, CapturedDecode, Launches
 from .ledger import Ledger
-from .load_order import LoadOrder
 from .order import Order
-from .page_rows import fingerprint_of
 from .scrubber import Scrubber
 from .settings import Settings
 from .space import Space
 from .speculation import Drafts, Trees
 from .state import StateWatch
 from .step import MAX_IN_FLIGHT, Step
-from .transfers import Transfers
+from .traffic import Traffic
 from .truth import Request, TruthTable
-from .violation import Violation
 from .weights import WeightUpdates
 
 
@@ -58,9 +52,8 @@ class Guard:
         forwards: forwards guarded so far; the number of the latest step.
         verified, stored: see :class:`Figures`.
         rank: of this process, for reports.
-        transfers: to host memory and back, None where there are none.
+        traffic: what happens to slots between forwards.
         ahead: compiles its kernels ahead of their first use, where there are kernels.
-        drafts: trees of draft tokens that forwards verify, None where there are none.
         settings: what of it can be changed while it runs.
     """
 
@@ -112,15 +105,11 @@ class Guard:
         self._weights = WeightUpdates(
             self.truth, self.records, reporter, self._judge.diagnosis, is_strict=config.has_strict_weights
         )
-        self._copies = Copies(self.spaces)
         self._backend = backend
-        self.transfers: Transfers | None = None
-        self.drafts: Drafts | None = None
-        self._late: list[tuple[Space, torch.Tensor, int]] = []
+        self.traffic = Traffic(pool, self.spaces, self.ledger, self.truth, backend)
         self.verified = self.stored = 0
         self._idle = IdlePass(backend, self.spaces, device)
         self._batch = BatchBuffers(device, len(pool.companions))
-        self._checks_load_order = "order" in config.checks
         self._order: Order | None = None
         if "order" in config.checks and Order.is_needed(device):
             self._order = Order(backend, device)
@@ -168,8 +157,9 @@ class Guard:
     @property
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool."""
-        host = None if self.transfers is None else self.transfers.host
-        watched: list[Any] = [*self.spaces, *self.states, *filter(None, [self.ledger, self._order, host, self.drafts])]
+        host = None if self.traffic.transfers is None else self.traffic.transfers.host
+        parts = self.ledger, self._order, host, self.traffic.drafts
+        watched: list[Any] = [*self.spaces, *self.states, *filter(None, parts)]
         return sum(each.resident_bytes for each in watched)
 
     @property
@@ -203,19 +193,12 @@ class Guard:
                 "or a state of each request)"
             )
         rows = self.pool.req_to_token
-        self.drafts = Drafts(self._backend, self.spaces[0], rows.shape[0], rows.device)
+        self.traffic.drafts = Drafts(self._backend, self.spaces[0], rows.shape[0], rows.device)
 
     def reset(self) -> None:
         """Start over with a pool that holds nothing, after a time in which nobody looked."""
         self._announced = self._running = None
-        if self.drafts is not None:
-            self.drafts.step = None
-        self._copies.clear()
-        if self.transfers is not None:
-            self.transfers.clear()
-        self.release_all()
-        if self.ledger is not None:
-            self.ledger.note_flush()
+        self.traffic.clear()
 
     def announce(
         self,
@@ -294,16 +277,14 @@ class Guard:
             self._stream = torch.get_device_module(out_cache_loc.device).current_stream()
         if self.injector is not None:
             self.injector.before_forward(self, step, self._reporter)
-        self._apply_changes(step.number)
-        if self.transfers is not None:
-            step.found += self.transfers.take_found()
-            self.transfers.begin(step)
+        self.traffic.apply(step.number)
+        self.traffic.begin(step)
         bs, written = len(step.requests), step.write_total
         if input_ids is None or input_ids.shape[0] != written or out_cache_loc.shape[0] != written:
             raise GuardError(
                 f"step {step.number} was announced with {written} new tokens but its forward carries others"
             )
-        batch, host = step.batch, step.host
+        batch, host, drafts = step.batch, step.host, self.traffic.drafts
         assert batch is not None
         assert host is not None
         self._running = step
@@ -328,16 +309,16 @@ class Guard:
             batch.tokens[torch.tensor(places, device=device)] = torch.tensor(marked, device=device)
         if self._on_host and int(self.spaces[0].violations.count):
             self._judge.read_early(step)
-        if self.drafts is not None:
-            self.drafts.step = None
+        if drafts is not None:
+            drafts.step = None
             if step.nodes:
-                self.drafts.stamp(step, batch, trees)
+                drafts.stamp(step, batch, trees)
         for state in self.states:
             state.compare(step)
         for index in step.started:
             for space in self.spaces:
                 if space.folds:
-                    self._check_prefix(space, step, index)
+                    self.traffic.check_prefix(space, step, index)
         step.is_timed = bs > 0 and any(scrubber.wants_timing for scrubber in self._scrubbers)
         step.note_begin()
 
@@ -349,15 +330,14 @@ class Guard:
         step.note_end()
         if self.injector is not None:
             self.injector.behind_forward()
-        if self.transfers is not None:
-            self._land(self.transfers, step.number)
+        self.traffic.land(step.number)
         for space in self.spaces:
             if space.poisons and space.presence is not None and space.presence.is_learning:
                 space.presence.observe(step.batch.slots_of(space.index))
         counts = [count for _, count in step.scrubs]
-        if step.nodes and self.drafts is not None:  # the rest is done in commit
+        if step.nodes and self.traffic.drafts is not None:  # the rest is done in commit
             self._launches.seal(step.batch, step.number, [start for start, _ in step.scrubs], counts)
-            self.drafts.step = step
+            self.traffic.drafts.step = step
             return
         if step.is_decode and self._captured is not None:
             self._captured.conclude(step.batch, counts)
@@ -374,7 +354,7 @@ class Guard:
         """The drafts of the latest forward were judged and the rows of the accepted path moved; see
         :meth:`Drafts.commit`. Enqueued on the forward's stream, behind that.
         """
-        drafts = self.drafts
+        drafts = self.traffic.drafts
         step = None if drafts is None else drafts.step
         if drafts is None or step is None or step.batch is None:
             return
@@ -415,8 +395,7 @@ class Guard:
     def _read(self, step: Step) -> None:
         if not step.is_open:
             return
-        if self.transfers is not None and self.transfers.order is not None:
-            step.found += self.transfers.order.read(step.number)
+        self.traffic.read(step)
         self._judge.judge(step)
         if self.settings.audit is not None:
             self.settings.audit.note_judged(step.number, self._reporter.counts)
@@ -434,78 +413,16 @@ class Guard:
             self.settings.audit.note_enqueued(self.forwards)
             self.settings.audit.note_judged(self.forwards, self._reporter.counts)
 
-    def release(self, slots: torch.Tensor | None, allocator: object = None) -> None:
-        """Slots were given back to an allocator, by default that of the main space; None means all of them."""
-        given = self.pool.allocator if allocator is None else allocator
-        for space in self.spaces:
-            if space.allocator is given:
-                space.release(slots)
-
-    def release_all(self) -> None:
-        """The pool was flushed."""
-        for space in self.spaces:
-            space.release(None)
-
-    def move(self, kv_cache: object, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The guarded pool copied the rows of slots ``source`` to ``target``, (n,) both."""
-        if kv_cache is not self.pool.kv_cache:
-            return
-        is_path = self.drafts is not None and self.drafts.step is not None  # and its records are needed right away
-        for space in self.spaces:
-            (space.move_now if is_path else space.move)(target, source)
-
-    def note_copied(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
-        """The rows of ``slots`` left the pool as ``copy``, in which SGLang keeps tensors."""
-        if allocator is self.pool.allocator:
-            self._copies.note_copied(slots, copy)
-
-    def note_loaded(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
-        """``copy`` came back into ``slots``."""
-        if allocator is self.pool.allocator:
-            self._copies.note_loaded(slots, copy)
-
     def open_host(self, host_pool: Any, has_storage: Callable[[], bool], layer_count: int) -> None:
-        """Rows of the guarded pool go to and come from ``host_pool`` from now on, SGLang's.
-
-        Args:
-            host_pool: has ``size`` slots, numbered from 0, none of them given out.
-            has_storage: whether something else than the guarded pool may fill them.
-            layer_count: layers that come back one after the other.
-
-        Raises:
-            GuardError: the pool has other spaces or states, whose rows travel by ways of their own.
-        """
-        if len(self.spaces) > 1 or self.states:
-            raise GuardError(
-                f'pool "{self.pool.name}" has more than one space, so its way to host memory is not covered'
-            )
-
-        def describe(kind: str, slot: int, request: str | None) -> Violation:
-            name = f"{self.pool.name}/host"
-            return Violation(
-                "ownership", kind, name, self.rank, self.forwards + 1, "host", slot, request=request, tier="host"
-            )
-
-        self.transfers = self._judge.transfers = Transfers(
-            self.spaces[0], self.ledger, self.truth, self._backend, host_pool, has_storage, describe
+        """See :meth:`Traffic.open_host`."""
+        self._judge.transfers = self.traffic.open_host(
+            host_pool,
+            has_storage,
+            layer_count,
+            rank=self.rank,
+            checks_order="order" in self.config.checks,
+            next_step=lambda: self.forwards + 1,
         )
-        if self._checks_load_order:
-
-            def describe_late(step: int, layer: int, request: str) -> Violation:
-                kind, name = "unordered_load", self.pool.name
-                return Violation("order", kind, name, self.rank, step, "load", -1, layer=layer, request=request)
-
-            device = self.pool.req_to_token.device
-            self.transfers.order = LoadOrder(layer_count, device, describe_late)
-
-    def share_host(self, is_followed: Callable[[], bool]) -> None:
-        """Storage code learns of host slots, and tells what it does with them, while ``is_followed``."""
-        transfers = self.transfers
-        if transfers is not None and transfers.keeps_rows:
-            fingerprint = fingerprint_of(self.spaces[0].slots.table)
-            page_records.follow(
-                transfers.host_pool, FollowedSlots(transfers.host, fingerprint, is_followed, transfers.report)
-            )
 
     def replace_weights(self, version: str) -> None:
         """See :meth:`WeightUpdates.replace`."""
@@ -530,30 +447,6 @@ class Guard:
         """What reports call ``space``."""
         return f"{self.pool.name}/{space.slots.name}" if space.index else self.pool.name
 
-    def _check_prefix(self, space: Space, step: Step, index: int) -> None:
-        """Fold the prefix of a request that starts: now, or behind the forward if parts of it are still coming."""
-        slots = space.slots_of_prefix(step.rows[index], step.prefix_lens[index])
-        if self.transfers is None or not self.transfers.is_loading:
-            space.check_slots(slots, index)
-        else:
-            self._late.append((space, self.transfers.hide_coming(slots), index))
-
-    def _land(self, transfers: Transfers, step: int) -> None:
-        if transfers.is_loading:
-            transfers.land(step)
-        for space, slots, index in self._late:
-            space.check_slots(slots, index)
-        self._late.clear()
-
     def _prepare_idle(self) -> None:
-        self._apply_changes(self.forwards)
-        if self.transfers is not None:
-            self._land(self.transfers, self.forwards)
-
-    def _apply_changes(self, step: int) -> None:
-        if self.transfers is not None:
-            self.transfers.poll()
-        for space in self.spaces:
-            space.apply_changes()
-        if self.ledger is not None:
-            self.ledger.apply(step, self.spaces[0].violations)
+        self.traffic.apply(self.forwards)
+        self.traffic.land(self.forwards)

@@ -86,7 +86,7 @@ class Heartbeat:
             serving_seconds=self.serving_seconds,
             idle_seconds=self.idle_seconds,
             quarantine={} if session.policy is None else session.policy.totals,
-            has_host=session.guard is not None and session.guard.transfers is not None,
+            has_host=session.guard is not None and session.guard.traffic.transfers is not None,
             pages=total_pages(status() for status in self._storage),
         )
 

@@ -205,7 +205,7 @@ class Session:
     @property
     def has_drafts(self) -> bool:
         """Forwards may verify trees of draft tokens."""
-        return self.guard is not None and self.guard.drafts is not None
+        return self.guard is not None and self.guard.traffic.drafts is not None
 
     def announce(self, read: Callable[[Any], Announcement], batch: object) -> None:
         """See :meth:`Guard.announce`; ``read`` takes its arguments from SGLang's ``batch``."""
@@ -253,19 +253,19 @@ class Session:
             self._call(lambda guard: guard.reset())
             logger.info("kvcanary: the cache was flushed: guarding again in mode %s", self.mode)
             self.reporter.event("resumed", {"mode": self.mode})
-        self._call(lambda guard: guard.release(slots, allocator))
+        self._call(lambda guard: guard.traffic.release(slots, allocator))
 
     def move(self, kv_cache: object, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See :meth:`Guard.move`."""
-        self._call(lambda guard: guard.move(kv_cache, target, source))
+        """See :meth:`Traffic.move`."""
+        self._call(lambda guard: guard.traffic.move(kv_cache, target, source))
 
     def note_copied(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
-        """See :meth:`Guard.note_copied`."""
-        self._call(lambda guard: guard.note_copied(allocator, slots, copy))
+        """See :meth:`Traffic.note_copied`."""
+        self._call(lambda guard: guard.traffic.note_copied(allocator, slots, copy))
 
     def note_loaded(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
-        """See :meth:`Guard.note_loaded`."""
-        self._call(lambda guard: guard.note_loaded(allocator, slots, copy))
+        """See :meth:`Traffic.note_loaded`."""
+        self._call(lambda guard: guard.traffic.note_loaded(allocator, slots, copy))
 
     def open_host(
         self, allocator: object, host_pool: Any, has_storage: Callable[[], bool], gaps: Sequence[str], layer_count: int
@@ -283,7 +283,7 @@ class Session:
             self._waive(UncoveredError("; ".join(gaps)))
             return
         guard.open_host(host_pool, has_storage, layer_count)
-        guard.share_host(lambda: self.follows(host_pool))
+        guard.traffic.share_host(lambda: self.follows(host_pool))
         logger.info("kvcanary: following KV to %d slots of host memory and back", host_pool.size)
 
     def note_transfer(self, host_pool: object, action: Callable[[Transfers, int], None]) -> None:
@@ -293,19 +293,19 @@ class Session:
         """
 
         def act(guard: Guard) -> None:
-            if guard.transfers is not None and guard.transfers.host_pool is host_pool:
-                action(guard.transfers, guard.forwards + 1)
+            if guard.traffic.transfers is not None and guard.traffic.transfers.host_pool is host_pool:
+                action(guard.traffic.transfers, guard.forwards + 1)
 
         self._call(act)
 
     def follows(self, host_pool: object) -> bool:
         """Whether everything that happens to the slots of ``host_pool`` is known. Of any thread."""
-        transfers = None if self.guard is None else self.guard.transfers
+        transfers = None if self.guard is None else self.guard.traffic.transfers
         return self._is_looking and transfers is not None and transfers.host_pool is host_pool
 
     def note_layer(self, host_pool: object, action: Callable[[LoadOrder], None]) -> None:
         """A layer came from ``host_pool``, or is used. Called for every layer of a forward that is not captured."""
-        transfers = None if self.guard is None else self.guard.transfers
+        transfers = None if self.guard is None else self.guard.traffic.transfers
         order = transfers.order if transfers is not None and transfers.host_pool is host_pool else None
         if order is not None and self._is_looking:
             self._call(lambda _: action(order))

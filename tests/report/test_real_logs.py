@@ -58,7 +58,7 @@ def fill_garbage(engine, one, other):
 
 def free_in_use(engine, one, other):
     slots = engine.slots_of(one)[7:8]
-    engine.guard.release(slots)
+    engine.guard.traffic.release(slots)
     engine.allocator.free(slots)
     engine.guard.ledger.note_free(slots)
     engine.decode(one, other)

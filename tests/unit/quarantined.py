@@ -70,7 +70,7 @@ class QuarantinedEngine(Engine):
         assert request.finished()
         slots = self.slots_of(request)
         request.pop_committed_kv_cache = lambda: request.kv_committed_len  # the rest of it asks for a running server
-        self.guard.release(slots[request.cache_protected_len :])
+        self.guard.traffic.release(slots[request.cache_protected_len :])
         self.tree.cache_finished_req(request, is_insert=not request.skip_radix_cache_insert)
         self.rows.free(request)
 

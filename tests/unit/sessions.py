@@ -32,6 +32,10 @@ class Calls:
         if self._session.guards(self._runner):
             self._session.after()
 
+    @property
+    def traffic(self) -> Calls:
+        return self
+
     def release(self, slots: torch.Tensor | None) -> None:
         guard = self._session.guard
         if guard is not None:

@@ -35,7 +35,7 @@ def test_every_kind_has_a_cause(kind: str, writer: Writer | None):
 def test_a_slot_freed_under_its_request():
     engine, one, other = start()
     slots = engine.slots_of(one)[7:8]
-    engine.guard.release(slots)
+    engine.guard.traffic.release(slots)
     engine.allocator.free(slots)
     engine.guard.ledger.note_free(slots)
     engine.decode(one, other)

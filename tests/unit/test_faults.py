@@ -34,7 +34,7 @@ class Owned(Engine):
         ledger.adopt_tree()
 
         def free_and_tell(slots: torch.Tensor) -> None:
-            self.guard.release(slots)
+            self.guard.traffic.release(slots)
             ledger.note_free(slots)
             free(slots)
 

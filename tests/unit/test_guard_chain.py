@@ -123,7 +123,7 @@ def test_freed_slot_that_is_still_read_is_found(page_size):
     engine = Engine(page_size=page_size)
     request = engine.request(32)
     engine.prefill(request)
-    engine.guard.release(engine.slots_of(request)[16:17])
+    engine.guard.traffic.release(engine.slots_of(request)[16:17])
     engine.decode(request)
 
     positions = [v.position for v in engine.violations]

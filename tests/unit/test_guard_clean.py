@@ -75,7 +75,7 @@ def test_flush_is_silent_and_forgets(page_size):
     request = engine.request(20)
     engine.prefill(request)
     slots = engine.slots_of(request)
-    engine.guard.release_all()
+    engine.guard.traffic.release_all()
     engine.allocator.clear()
     for buffer in engine.pool.k_buffer:
         buffer.zero_()  # as releasing and resuming memory does

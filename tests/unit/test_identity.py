@@ -66,7 +66,7 @@ def test_an_audit_counts_what_is_still_reachable():
     engine.finish(cached, keep=21)
     engine.forward([], [], [], ForwardMode.IDLE)
     engine.guard.replace_weights("a")
-    engine.guard.release_all()
+    engine.guard.traffic.release_all()
     engine.guard.replace_weights("b")
     events = [fields for name, fields in engine.reporter.events if name == "weights"]
     assert [(fields["version"], fields["older_slots"], fields["flushed"]) for fields in events] == [
@@ -80,7 +80,7 @@ def test_a_flush_with_the_update_leaves_nothing_to_report():
     tokens = list(range(30))
     engine.prefill(cached := engine.request(tokens=tokens))
     engine.finish(cached)
-    engine.guard.release_all()
+    engine.guard.traffic.release_all()
     engine.guard.replace_weights("v2")
     engine.prefill(request := engine.request(tokens=tokens))
     engine.run(request, steps=4)

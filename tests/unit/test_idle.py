@@ -62,7 +62,7 @@ def test_a_forward_ends_the_rest():
 
 def test_slots_that_were_freed_before_are_not_folded():
     engine, slots = cached()
-    engine.guard.release(slots)
+    engine.guard.traffic.release(slots)
     engine.allocator.free(slots)
     engine.pool.k_buffer[0][slots] = 0
     rest(engine)

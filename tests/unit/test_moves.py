@@ -30,9 +30,9 @@ def move(engine: Engine, request, positions: list[int], *, tell: bool = True) ->
     target = engine.allocator.alloc(len(positions))
     engine.pool.move_kv_cache(target, source)
     if tell:
-        engine.guard.move(engine.pool, target, source)
+        engine.guard.traffic.move(engine.pool, target, source)
     engine.rows.req_to_token[request.req_pool_idx, positions] = target.int()
-    engine.guard.release(source)
+    engine.guard.traffic.release(source)
     engine.allocator.free(source)
 
 
@@ -67,7 +67,7 @@ def test_moves_of_other_pools_are_nobodys_concern():
     engine, other = Engine(), Engine()
     request = running(engine)
     slots = engine.slots_of(request)
-    engine.guard.move(other.pool, slots[:3], slots[3:6])
+    engine.guard.traffic.move(other.pool, slots[:3], slots[3:6])
     engine.run(request, steps=3)
     assert engine.violations == []
 
@@ -78,9 +78,9 @@ def leave_and_return(engine: Engine, request, damage: str | None = None):
     inner = getattr(allocator, "full_attn_allocator", allocator)
     slots = engine.slots_of(request)
     copy = engine.pool.get_cpu_copy(slots)
-    engine.guard.note_copied(inner, slots, copy)
+    engine.guard.traffic.note_copied(inner, slots, copy)
     if inner is allocator:
-        engine.guard.release(slots)
+        engine.guard.traffic.release(slots)
     allocator.free(slots)
     engine.prefill(other := engine.request(25))  # somebody else takes the slots
     engine.run(other, steps=2)
@@ -88,7 +88,7 @@ def leave_and_return(engine: Engine, request, damage: str | None = None):
         find_tensor(copy).view(-1)[7] += 1
     fresh = allocator.alloc(len(slots))
     engine.pool.load_cpu_copy(copy, fresh)
-    engine.guard.note_loaded(inner, fresh, copy)
+    engine.guard.traffic.note_loaded(inner, fresh, copy)
     engine.rows.req_to_token[request.req_pool_idx, : len(slots)] = fresh.int()
     return other
 
@@ -124,7 +124,7 @@ def test_records_go_when_the_copy_goes():
     engine = Engine()
     request = running(engine)
     copy = engine.pool.get_cpu_copy(engine.slots_of(request))
-    engine.guard.note_copied(engine.allocator, engine.slots_of(request), copy)
+    engine.guard.traffic.note_copied(engine.allocator, engine.slots_of(request), copy)
     assert len(engine.guard._copies._records) == 1
     del copy
     gc.collect()

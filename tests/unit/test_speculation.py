@@ -223,7 +223,7 @@ def test_a_path_that_nobody_announced_is_an_error_of_ours(speculating):
     engine.round()
     guard = engine.guard
     guard.commit(torch.ones(1), torch.ones(6))  # committed already: nothing to do
-    guard.drafts.step = guard._steps[guard.forwards % 4]
+    guard.traffic.drafts.step = guard._steps[guard.forwards % 4]
     engine.session.commit(torch.ones(2, dtype=torch.int32), torch.ones(12, dtype=torch.int32))
     assert engine.session.guard is None
     assert engine.reporter.events[-1][0] == "detached"

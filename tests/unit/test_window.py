@@ -42,7 +42,7 @@ class WindowEngine(Engine):
         free = inner.free
 
         def watched(slots: torch.Tensor) -> None:
-            self.guard.release(slots, inner)
+            self.guard.traffic.release(slots, inner)
             free(slots)
 
         inner.free = watched
