@@ -44,7 +44,7 @@ _SERVERS = (
         "LoRA, memory given back",
         "every fault that such a server can have, at its place; nothing on the clean twin",
     ),
-    ("CPU, every release, `make test-releases`", "MHA, pages of 16", "the same faults"),
+    ("CPU, every release, `make test-releases`", "MHA, pages of 16", "by hand, the faults that there were that day"),
     ("CPU, 0.5.15 and 0.5.23", "hierarchical cache, with a stand-in for SGLang's copy kernels", "`docs/hf3fs.md`"),
     (
         "H200",
