@@ -8,6 +8,8 @@ from .backend import pick_backend
 from .checks import require_device, require_integer, require_tensor
 from .violations import ViolationBuffer
 
+MAX_VERIFY_CAPACITY = (1 << 31) - 1  # what an int32 count holds
+
 
 def launch_plan_offsets_kernel(
     *,
@@ -54,7 +56,7 @@ def launch_plan_offsets_kernel(
 
     Raises:
         ValueError: a tensor has another dimension, dtype, length, device or stride than said above, or the numbers do
-            not agree. Values on the device are never looked at.
+            not agree or fit. Values on the device are never looked at.
     """
     bs = int(req_pool_indices.shape[0]) if bs is None and req_pool_indices.ndim else bs or 0
     written = out_write_offsets.numel() if write_offsets_len is None else write_offsets_len
@@ -64,6 +66,8 @@ def launch_plan_offsets_kernel(
     for number, name in ((bs, "bs"), (capacity, "write_req_capacity"), (verify_capacity, "verify_capacity")):
         require_integer(number, name)
     require_integer(swa_window_size, "swa_window_size")
+    if verify_capacity > MAX_VERIFY_CAPACITY:
+        raise ValueError(f"kv-canary: verify_capacity must be at most {MAX_VERIFY_CAPACITY}, got {verify_capacity}")
     if written <= 0:
         raise ValueError(f"kv-canary: write_offsets_len must be positive, got {written}")
     if stride <= 0:

@@ -107,7 +107,7 @@ def _verify_prefixes(
     )
     anchor = tl.load(anchors_ptr + request)
     end_point = tl.load(end_points_ptr + request)
-    start = (first - begin).to(tl.int32)
+    start = tl.minimum(first - begin, _INT32_MAX).to(tl.int32)  # past every row where nothing is left to do
     # Of a longer prefix only the window is looked at, the first place of it not for its link.
     opening = tl.maximum(end - begin - window, 0).to(tl.int32)
     length = tl.minimum(end - begin, _INT32_MAX).to(tl.int32)

@@ -37,6 +37,11 @@ class ViolationBuffer:
             mask: bool (n,).
             columns: column to a scalar or an int64 tensor (n,); columns not named become 0.
         """
+        if mask.device.type == "cpu":  # looking is free there: of a million positions nearly none makes a row
+            chosen = mask.nonzero().flatten()
+            self._fill(chosen[: max(self.capacity - int(self.count), 0)], columns)
+            self.count.add_(chosen.numel())
+            return
         rows = torch.zeros((mask.numel(), r.ROW_COLUMNS), dtype=torch.int64, device=mask.device)
         for column, value in columns.items():
             rows[:, column] = value
@@ -44,3 +49,11 @@ class ViolationBuffer:
         place = torch.where(mask & (place <= self.capacity), place, self.capacity + 1)
         self._lines.index_copy_(0, place, rows)
         self.count.add_(mask.sum())
+
+    def _fill(self, chosen: torch.Tensor, columns: dict[int, torch.Tensor | int]) -> None:
+        """Make the next rows of the elements ``chosen``, int64 (k,), for which there is room."""
+        first = int(self.count)
+        rows = self.rows[first : first + chosen.numel()]
+        rows.zero_()
+        for column, value in columns.items():
+            rows[:, column] = value[chosen] if isinstance(value, torch.Tensor) else value

@@ -14,7 +14,6 @@ import torch
 
 from ..kernels import ledger as g
 from ..kernels.backend import Backend
-from ..kernels.launch import compiling_only
 from .batch import Batch, BatchBuffers
 from .ledger import Ledger
 from .order import Order
@@ -31,7 +30,11 @@ OPERATIONS = (g.Op.ALLOC, g.Op.FREE, g.Op.INSERT, g.Op.SWEEP)
 
 
 class Ahead:
-    """Does so in a thread of its own. What fails is left to the first use."""
+    """Does so in a thread of its own. What fails is left to the first use.
+
+    The thread asks the device for nothing, memory above all: the server is recording graphs by then, and that would
+    spoil them.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,9 @@ class Ahead:
         self._order = order
         self._device = device
         self._thread = threading.Thread(target=self._run, name="kvcanary-compile", daemon=True)
+        self._batches: list[tuple[Batch, bool]] = []
+        count = max(*FOLDS, *DELTAS) if self.serves(backend, device) else 0
+        self._slots = torch.zeros(count, dtype=torch.int64, device=device)
 
     @staticmethod
     def serves(backend: Backend, device: torch.device) -> bool:
@@ -55,6 +61,14 @@ class Ahead:
 
     def start(self) -> None:
         """Begin, and return."""
+        from ..kernels.pointers import pointers_of  # these need Triton, which a host without a GPU may not have
+
+        for space in self._spaces:
+            pointers_of(space.slots.table)
+        sizes = [(size, size, True) for size in DECODES] + [(size, written, False) for size, written in EXTENDS]
+        for size, written, is_recorded in sizes:
+            buffers = BatchBuffers(self._device, len(self._spaces) - 1)
+            self._batches.append((buffers.batch_of(size, written), is_recorded))
         self._thread.start()
 
     def wait(self) -> None:
@@ -62,23 +76,24 @@ class Ahead:
         self._thread.join()
 
     def _run(self) -> None:
+        from ..kernels.launch import compiling_only
+
         try:
             torch.get_device_module(self._device).set_device(self._device)
             with compiling_only():
-                for size in DECODES:
-                    self._compile(size, size, is_recorded=True)
-                for size, written in EXTENDS:
-                    self._compile(size, written, is_recorded=False)
+                for batch, is_recorded in self._batches:
+                    self._compile(batch, is_recorded=is_recorded)
                 for space in self._spaces:
                     self._compile_folds(space)
                 if self._ledger is not None:
                     self._compile_deltas(self._ledger)
         except Exception:
             logger.debug("kvcanary: kernels are compiled when they are first used", exc_info=True)
+        finally:
+            self._batches.clear()
 
-    def _compile(self, size: int, written: int, *, is_recorded: bool) -> None:
-        """A forward of ``size`` requests that stores ``written`` tokens."""
-        batch = BatchBuffers(self._device, len(self._spaces) - 1).batch_of(size, written)
+    def _compile(self, batch: Batch, *, is_recorded: bool) -> None:
+        """A forward of so many requests that stores so many tokens."""
         step = batch.fields.step if is_recorded else 1
         self._backend.stage_batch(
             source=batch.fields.block,
@@ -111,12 +126,11 @@ class Ahead:
     def _compile_folds(self, space: Space) -> None:
         """Prefixes that requests start on, and what is folded while nothing runs."""
         for count in FOLDS:
-            space.check_slots(torch.zeros(count, dtype=torch.int64, device=self._device), 0)
+            space.check_slots(self._slots[:count], 0)
             if space.scrubber is not None:
                 space.scrub(1, min(count, space.slots.slot_count - 1))
 
     def _compile_deltas(self, ledger: Ledger) -> None:
         for op in OPERATIONS:
             for count in DELTAS:
-                slots = torch.zeros(count, dtype=torch.int64, device=self._device)
-                ledger.apply_delta(op, 0, slots, self._spaces[0].violations)
+                ledger.apply_delta(op, 0, self._slots[:count], self._spaces[0].violations)

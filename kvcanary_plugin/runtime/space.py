@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 
 from ..config import Config
+from ..errors import UncoveredError
 from ..kernels.backend import Backend
 from ..kernels.move_reference import MOVED_WORDS
+from ..kernels.record import POSITION_MASK
 from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool, SlotSpace
@@ -49,8 +51,17 @@ class Space:
         steps_in_flight: int,
         main: Space | None = None,
     ) -> None:
-        """``main`` is the space whose slots the rows name, None for that one itself."""
-        device = pool.req_to_token.device
+        """``main`` is the space whose slots the rows name, None for that one itself.
+
+        Raises:
+            UncoveredError: a row has more positions than a record can tell apart.
+        """
+        device, context = pool.req_to_token.device, pool.req_to_token.shape[1]
+        if context > POSITION_MASK:
+            raise UncoveredError(
+                f"request rows of {context} positions are not covered: a record holds positions up to {POSITION_MASK}; "
+                "start with a smaller --context-length"
+            )
         self._main = self if main is None else main
         self._backend = backend
         self._req_to_token = pool.req_to_token
@@ -287,7 +298,7 @@ class Space:
 
     def check_slots(self, slots: torch.Tensor, request: int) -> None:
         """Fold slots of this space (int64 (n,)) now, on behalf of a request of the batch, -1 for none."""
-        if not self.folds:
+        if not self.folds or not slots.numel():
             return
         self._backend.check_slots(
             records=self.records.hot,

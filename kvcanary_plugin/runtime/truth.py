@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import GuardError
-from ..kernels.mixing import POSITION_SHIFT, mix_array, mix_array_
+from ..kernels.mixing import POSITION_SHIFT, mix_array_
 from ..kernels.record import POSITION_MASK, TOKEN_MASK
 from .identity import Identities
 from .images import list_marks
@@ -32,21 +32,39 @@ class Request(Protocol):
 
 
 MAX_TOGETHER = 64  # tokens of a request that are hashed with those of others
+_BLOCK = 1 << 15  # tokens hashed at a time: few enough that they stay within the cache
 
 
-def hash_tokens(tokens: Sequence[int], start: int) -> npt.NDArray[np.uint64]:
-    """``mix(token + 2^32 * position)`` of tokens that begin at position ``start``, as uint64 (n,)."""
-    words = np.asarray(tokens, dtype=np.int64).view(np.uint64) & np.uint64(TOKEN_MASK)
-    words |= np.arange(start, start + len(words), dtype=np.uint64) << np.uint64(POSITION_SHIFT)
-    return mix_array(words)
+def hash_tokens(tokens: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.uint64]:
+    """``mix(token + 2^32 * position)`` of tokens (n,) that begin at position ``start``, as uint64 (n,): in place."""
+    words = tokens.view(np.uint64)
+    scratch = np.empty(min(len(words), _BLOCK), dtype=np.uint64)
+    for begin in range(0, len(words), _BLOCK):
+        block = words[begin : begin + _BLOCK]
+        positions = np.arange(start + begin, start + begin + len(block), dtype=np.uint64)
+        block &= np.uint64(TOKEN_MASK)
+        block |= positions << np.uint64(POSITION_SHIFT)
+        mix_array_(block, scratch[: len(block)])
+    return words
 
 
 def tokens_between(request: Request, start: int, stop: int) -> list[int]:
-    """Token ids of positions ``start`` .. ``stop - 1``: the prompt, then what was generated; images by their digest."""
+    """:func:`token_array` as a list, for a few tokens."""
+    tokens: list[int] = token_array(request, start, stop).tolist()
+    return tokens
+
+
+def token_array(request: Request, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """Token ids of positions ``start`` .. ``stop - 1``, a new int64 (n,): the prompt, then what was generated; images
+    by their digest.
+
+    SGLang keeps them in arrays, so that a prefix of a million tokens makes no Python number of each.
+    """
     prompt = len(request.origin_input_ids)
-    tokens = list(request.origin_input_ids[start:stop])
+    tokens = np.array(request.origin_input_ids[start:stop], dtype=np.int64)
     if stop > prompt:
-        tokens += request.output_ids[max(start - prompt, 0) : stop - prompt]
+        generated = request.output_ids[max(start - prompt, 0) : stop - prompt]
+        tokens = np.concatenate((tokens, np.array(generated, dtype=np.int64)))
     if len(tokens) != stop - start:
         raise GuardError(
             f"request {request.rid!r:.100} is to read {stop} tokens but the scheduler knows "
@@ -71,8 +89,10 @@ def _token_at(request: Request, position: int) -> int:
 
 def true_chains(request: Request, anchor: int, stop: int) -> npt.NDArray[np.uint64]:
     """The true chain at positions 0 .. ``stop - 1``, uint64. For reports: it hashes the whole prefix."""
-    hashes = hash_tokens(tokens_between(request, 0, stop), 0)
-    return np.cumsum(hashes, dtype=np.uint64) + np.uint64(anchor)
+    chains = hash_tokens(token_array(request, 0, stop), 0)
+    np.cumsum(chains, out=chains)
+    chains += np.uint64(anchor)
+    return chains
 
 
 @dataclass(slots=True)
@@ -104,6 +124,7 @@ class Cohort:
         prompts = [len(request.origin_input_ids) for request in requests]
         self._generated = [length - prompt for length, prompt in zip(truth.lengths.tolist(), prompts, strict=True)]
         self._ahead = 0
+        self._most_ahead = POSITION_MASK - int(truth.lengths.max())
         self._scratch = np.empty(len(requests), dtype=np.uint64)
 
     @classmethod
@@ -119,6 +140,7 @@ class Cohort:
         """Whether this is the same batch one token later. Requests that were retracted and came back are not."""
         return (
             lengths == self._next_lengths
+            and self._ahead < self._most_ahead
             and rows == self._rows
             and requests == self._requests
             and [request.retraction_count for request in requests] == self._retractions
@@ -201,7 +223,7 @@ class TruthTable:
                 started.append(index)
                 self._restart(request, row)
                 have = 0
-            if length == have + 1:
+            if length == have + 1 <= POSITION_MASK:
                 next_rows.append(row)
                 next_tokens.append(_token_at(request, have))
             elif length > have:
@@ -239,7 +261,7 @@ class TruthTable:
             raise GuardError(
                 f"request {request.rid!r:.100} has {length} tokens; a record holds positions up to {POSITION_MASK}"
             )
-        hashes = hash_tokens(tokens_between(request, have, length), have)
+        hashes = hash_tokens(token_array(request, have, length), have)
         self._chains[row : row + 1] += hashes.sum(dtype=np.uint64)  # a slice wraps around, a numpy scalar would warn
         self._lengths[row] = length
 

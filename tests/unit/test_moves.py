@@ -125,10 +125,10 @@ def test_records_go_when_the_copy_goes():
     request = running(engine)
     copy = engine.pool.get_cpu_copy(engine.slots_of(request))
     engine.guard.traffic.note_copied(engine.allocator, engine.slots_of(request), copy)
-    assert len(engine.guard._copies._records) == 1
+    assert len(engine.guard.traffic._copies._records) == 1
     del copy
     gc.collect()
-    assert len(engine.guard._copies._records) == 0
+    assert len(engine.guard.traffic._copies._records) == 0
 
 
 @pytest.mark.parametrize("nested", [{"a": [torch.ones(1)]}, [[], (torch.ones(1),)], torch.ones(1)])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 KEY_BYTES = 16
 
 
-@dataclass(frozen=True)
-class PageWrite:
+class PageWrite(NamedTuple):
     """Store a page. ``parts`` are contiguous CPU tensors (or buffers) of any dtype, which may lie apart in memory:
     the page is their bytes one after the other, exactly ``Geometry.payload_bytes`` of them. ``records`` is opaque,
     at most ``Geometry.records_bytes``.
@@ -23,8 +22,7 @@ class PageWrite:
     records: bytes = b""
 
 
-@dataclass(frozen=True)
-class PageRead:
+class PageRead(NamedTuple):
     """Fetch a page into ``parts``. If the verdict is not ok, anything may be in them."""
 
     key: bytes
@@ -33,8 +31,7 @@ class PageRead:
     parts: Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a page was read and is what was stored.
 
     ``reason`` is ``ok`` or why it is a miss:
@@ -54,8 +51,7 @@ class Verdict:
         return self.reason == "ok"
 
 
-@dataclass(frozen=True)
-class PageEntry:
+class PageEntry(NamedTuple):
     """A committed page that a scan found."""
 
     key: bytes
