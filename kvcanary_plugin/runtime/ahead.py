@@ -23,7 +23,7 @@ logger = logging.getLogger("kvcanary")
 
 # One of each range within which the kernels are the same.
 DECODES = (1, 32, 64, 128, 256)
-EXTENDS = ((1, 1000), (1, 20_000), (32, 1000), (64, 1000))
+EXTENDS = ((1, 20), (1, 1000), (1, 20_000), (32, 1000), (64, 1000))
 FOLDS = (1, 1000, 5000)
 DELTAS = (1, 50, 100, 200)
 OPERATIONS = (g.Op.ALLOC, g.Op.FREE, g.Op.INSERT, g.Op.SWEEP)

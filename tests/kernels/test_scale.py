@@ -104,17 +104,18 @@ class Rows:
         return rows_of(violations)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["torch", "numpy", pytest.param("interpreter", marks=pytest.mark.slow), WAYS[-1]])
 def test_a_million_positions_on_a_high_row(way: str) -> None:
     backend, device = pick(way)
     case, last = Rows(device, CONTEXT), CONTEXT - 1
-    options = {"block": 1 << 11} if way == "interpreter" else {}
-    assert case.verify(backend, **options) == (0, [])
+    # Interpreted, what is sound is quick in large blocks and what is not in small ones.
+    large, small = ({"block": 1 << bits} if way == "interpreter" else {} for bits in (15, 11))
+    assert case.verify(backend, **large) == (0, [])
 
     row = case.table[HIGH_ROW]
     row[[last - 1, last]] = row[[last, last - 1]]
     case.records[case.slots[600_000], r.CHAIN] ^= 1 << 63
-    count, found = case.verify(backend, **options)
+    count, found = case.verify(backend, **small)
     assert {(line[r.ROW_KIND], line[r.ROW_POSITION], line[r.ROW_SLOT]) for line in found} == {
         (r.Kind.POSITION, last - 1, SLOTS - CONTEXT),
         (r.Kind.POSITION, last, SLOTS - CONTEXT + 1),
