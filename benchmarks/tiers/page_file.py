@@ -8,7 +8,6 @@ benchmark refuses to print figures unless a flipped bit is found and every page 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import importlib
 import os
@@ -84,11 +83,6 @@ def compare_checksums(repetitions: int) -> None:
         print(f"| {name} | {hot * 1e9:.0f} | {cold * 1e9:.0f} |", flush=True)
 
 
-def place(page: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a page as SGLang's host pools hand it over: address and size."""
-    return (ctypes.c_ubyte * page.nbytes).from_address(page.data_ptr())
-
-
 class Bench:
     """Raw I/O and a page file over the same pages."""
 
@@ -111,10 +105,7 @@ class Bench:
             threads=threads,
         )
         records = encode(np.arange(1, 1 + 3 * tokens).reshape(tokens, 3), bytes(16)) if tokens else b""
-        self._writes = [
-            PageWrite(n.to_bytes(16, "little"), n, (place(page),), records) for n, page in enumerate(self.source)
-        ]
-        self._places = [place(page) for page in self.target]
+        self._writes = [PageWrite(n.to_bytes(16, "little"), n, (page,), records) for n, page in enumerate(self.source)]
         self._generations: list[int | None] = [None] * self.count
         self._reads: list[PageRead] = []
 
@@ -137,7 +128,7 @@ class Bench:
         """Prepare what the next ``read`` asks for."""
         self._reads = [
             PageRead(page.key, page.slot, generation or 0, (target,))
-            for page, generation, target in zip(self._writes, self._generations, self._places, strict=True)
+            for page, generation, target in zip(self._writes, self._generations, self.target, strict=True)
         ]
 
     def check(self) -> None:

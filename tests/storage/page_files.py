@@ -42,8 +42,7 @@ class FaultyLocalClient(LocalClient):
     def _cut_runs(self, batch: Batch) -> list[range]:
         return [range(index, index + 1) for index in range(len(batch))]  # a fault strikes one request
 
-    def _move_whole(self, batch: Batch, index: int, move: Any) -> None:
-        for_read = move is os.preadv
+    def _move_whole(self, batch: Batch, index: int, for_read: bool, move: Any) -> None:
         offset, size = batch.offsets[index], batch.sizes[index]
         seen = SimpleNamespace(read=for_read, offset=offset, size=size)
         with fake._lock:
@@ -53,7 +52,7 @@ class FaultyLocalClient(LocalClient):
             with fake._lock:
                 fake._before[inode, offset] = os.pread(self._fd, size, offset).ljust(size, b"\0")
         if not faults.keys() - {"reorder", "late", "duplicate"}:  # these do not exist on a local disk
-            super()._move_whole(batch, index, move)
+            super()._move_whole(batch, index, for_read, move)
         elif "fail" in faults or "never" in faults:
             batch.results[index] = -errno.EIO
         else:

@@ -19,8 +19,7 @@ class Batch:
 
     ``results[i]`` is the answer to request ``i``, whatever order the answers come in: bytes transferred, or a negative
     errno. With ``digest``, ``digests[i]`` is the xxh3_128 of the bytes as they lie in memory, made while they are hot
-    in the cache: of what was written, or of what has arrived *at its destination*. Of a request that failed it may be
-    missing.
+    in the cache: of what is about to be written, or of what has arrived *at its destination*.
     """
 
     __slots__ = ("digests", "offsets", "parts", "results", "sizes")
@@ -75,14 +74,15 @@ def view_bytes(part: Any) -> memoryview:
 
     The caller keeps the tensor alive. Raises ``ValueError`` if it is not contiguous or not on the CPU.
     """
-    find_address = getattr(part, "data_ptr", None)
-    if find_address is None:
+    try:
+        address = part.data_ptr()
+    except AttributeError:
         return memoryview(part).cast("B")
     if not (part.is_cpu and part.is_contiguous()):
         kind = "not contiguous" if part.is_cpu else f"on {part.device}"
         raise ValueError(f"a page must be a contiguous tensor on the CPU; this one is {kind}: copy it first")
     # The buffer protocol of torch knows neither bfloat16 nor float8; the address does not care.
-    return memoryview((c_ubyte * part.nbytes).from_address(find_address())).cast("B")
+    return memoryview((c_ubyte * part.nbytes).from_address(address)).cast("B")
 
 
 class Gate:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 KEY_BYTES = 16
 
 
-class PageWrite(NamedTuple):
+@dataclass(frozen=True)
+class PageWrite:
     """Store a page. ``parts`` are contiguous CPU tensors (or buffers) of any dtype, which may lie apart in memory:
     the page is their bytes one after the other, exactly ``Geometry.payload_bytes`` of them. ``records`` is opaque,
     at most ``Geometry.records_bytes``.
@@ -22,7 +23,8 @@ class PageWrite(NamedTuple):
     records: bytes = b""
 
 
-class PageRead(NamedTuple):
+@dataclass(frozen=True)
+class PageRead:
     """Fetch a page into ``parts``. If the verdict is not ok, anything may be in them."""
 
     key: bytes
@@ -31,7 +33,8 @@ class PageRead(NamedTuple):
     parts: Sequence[Any]
 
 
-class Verdict(NamedTuple):
+@dataclass(frozen=True)
+class Verdict:
     """Whether a page was read and is what was stored.
 
     ``reason`` is ``ok`` or why it is a miss:
@@ -51,7 +54,8 @@ class Verdict(NamedTuple):
         return self.reason == "ok"
 
 
-class PageEntry(NamedTuple):
+@dataclass(frozen=True)
+class PageEntry:
     """A committed page that a scan found."""
 
     key: bytes

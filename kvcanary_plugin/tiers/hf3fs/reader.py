@@ -13,7 +13,6 @@ from .client import Batch, Client, view_bytes
 from .crew import Crew
 from .page import KEY_BYTES, Counters, PageRead, PageWrite, Verdict
 from .table import Records, TrailerTable, as_slots
-from .tails import Tails
 from .trailer import COMMITTED, STATE_NAMES
 
 OK = Verdict("ok")
@@ -35,7 +34,7 @@ class PageReader:
         quarantine: Callable[[Iterable[tuple[int, int]]], None],
     ) -> None:
         self._table, self._client, self._crew, self._counters, self._lock = table, client, crew, counters, lock
-        self._refresh, self._quarantine, self._tails = refresh, quarantine, Tails()
+        self._refresh, self._quarantine = refresh, quarantine
 
     def read(self, batch: Sequence[PageRead]) -> list[Verdict]:
         """One verdict for each page. Raises ``ValueError``, before anything is done, on a page that makes no sense."""
@@ -50,12 +49,9 @@ class PageReader:
         for index in np.flatnonzero(find_mismatches(records, batch)).tolist():
             records[index], verdicts[index] = self._look_again(records[index], batch[index])
         wanted = [index for index, verdict in enumerate(verdicts) if verdict is OK]
-        tail_bytes = header.layout.tail_bytes
-        memory = self._tails.take(len(wanted) * tail_bytes)
-        if tail_bytes:
-            tails = memoryview(memory)
-            for number, index in enumerate(wanted):
-                parts[index].append(tails[number * tail_bytes : (number + 1) * tail_bytes])
+        if tail_bytes := header.layout.tail_bytes:
+            for index in wanted:
+                parts[index].append(memoryview(bytearray(tail_bytes)))
         failed, results = self._transfer(wanted, records, parts)
         retried = len(failed)
         if failed:
@@ -71,7 +67,6 @@ class PageReader:
             verdicts[index] = self._judge(batch[index], parts[index], results[index])
             if verdicts[index].reason in ("short", "hole", "digest"):
                 damaged.append((batch[index].slot, batch[index].generation))
-        self._tails.give_back(memory)
         self._count(verdicts, retried)
         if damaged:
             self._quarantine(damaged)
