@@ -71,7 +71,9 @@ def test_an_installation_as_expected():
     assert {row["state"] for row in seams.rows} == {"ok"}
     assert "MHATokenToKVPool" in facts["pools"]
     assert "HiSparseDSATokenToKVPool" in facts["uncovered"]
-    assert {gap.setting for gap in MODE_GAPS} < set(facts["refused"])
+    refused = {f"other {gap.setting}" if gap.covered else gap.setting for gap in MODE_GAPS}
+    assert refused < set(facts["refused"])
+    assert [text.split(":")[0] for text in facts["partly covered"]] == ["--speculative-algorithm"]
     assert "all seams as expected" in rendered(Checkup("0", (seams, coverage)))
 
 
