@@ -15,8 +15,8 @@ import torch
 from ..kernels import ledger as g
 from ..kernels.backend import Backend
 from .batch import Batch, BatchBuffers
+from .launches import Launches
 from .ledger import Ledger
-from .order import Order
 from .space import Space
 
 logger = logging.getLogger("kvcanary")
@@ -38,21 +38,18 @@ class Ahead:
 
     def __init__(
         self,
-        backend: Backend,
+        launches: Launches,
         spaces: Sequence[Space],
         ledger: Ledger | None,
-        order: Order | None,
         device: torch.device,
     ) -> None:
-        self._backend = backend
+        self._launches = launches
         self._spaces = spaces
         self._ledger = ledger
-        self._order = order
         self._device = device
         self._thread = threading.Thread(target=self._run, name="kvcanary-compile", daemon=True)
         self._batches: list[tuple[Batch, bool]] = []
-        count = max(*FOLDS, *DELTAS) if self.serves(backend, device) else 0
-        self._slots = torch.zeros(count, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(0, dtype=torch.int64, device=device)
 
     @staticmethod
     def serves(backend: Backend, device: torch.device) -> bool:
@@ -69,6 +66,7 @@ class Ahead:
         for size, written, is_recorded in sizes:
             buffers = BatchBuffers(self._device, len(self._spaces) - 1)
             self._batches.append((buffers.batch_of(size, written), is_recorded))
+        self._slots = self._slots.new_zeros(max(*FOLDS, *DELTAS))
         self._thread.start()
 
     def wait(self) -> None:
@@ -95,27 +93,9 @@ class Ahead:
     def _compile(self, batch: Batch, *, is_recorded: bool) -> None:
         """A forward of so many requests that stores so many tokens."""
         step = batch.fields.step if is_recorded else 1
-        self._backend.stage_batch(
-            source=batch.fields.block,
-            block=batch.fields.block,
-            input_ids=batch.tokens,
-            out_cache_loc=batch.slots,
-            req_pool_indices=batch.forward_rows,
-            tokens=batch.tokens,
-            slots=batch.slots,
-            rows=batch.forward_rows,
-        )
-        if self._order is not None:
-            self._order.check(batch, self._spaces[0].violations)
+        inputs = batch.tokens, batch.slots, batch.forward_rows
+        self._launches.prepare(batch, batch.fields.block, inputs, 1, step)
         for space in self._spaces:
-            space.find_slots(batch)
-            space.verify(batch, 1)
-        if self._ledger is not None:
-            self._ledger.check(
-                batch=batch, step=step, owners=batch.fields.owners, total=1, violations=self._spaces[0].violations
-            )
-        for space in self._spaces:
-            space.poison(batch)
             self._compile_record(space, batch, step, is_recorded=is_recorded)
             space.drain(batch)
 

@@ -128,7 +128,7 @@ class Guard:
             self._idle,
             on_host=self._on_host,
         )
-        self.ahead = Ahead(backend, self.spaces, self.ledger, self._order, device)
+        self.ahead = Ahead(self._launches, self.spaces, self.ledger, device)
         if Ahead.serves(backend, device):
             self.ahead.start()
         self.injector = Injector.parse(config.inject) if config.inject else None
@@ -302,7 +302,7 @@ class Guard:
         if step.is_decode and self._captured is not None:
             self._captured.prepare(batch, host, inputs, step.verify_total)
         else:
-            self._launches.prepare(batch, host, inputs, step.verify_total, step.number)
+            self._launches.prepare(batch, host.block, inputs, step.verify_total, step.number)
         places, marked = step.marks
         if places:
             device = batch.tokens.device

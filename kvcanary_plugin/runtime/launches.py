@@ -48,13 +48,13 @@ class Launches:
         self._order = order
         self.rows_tell = rows_tell
 
-    def prepare(self, batch: Batch, host: HostFields, inputs: Inputs, total: int, step: int | torch.Tensor) -> None:
-        """Before the forward: take what the host knows and what the forward may change, verify what it will read,
-        ``total`` positions at most, check who owns it, and poison what the forward is to store.
+    def prepare(self, batch: Batch, source: torch.Tensor, inputs: Inputs, total: int, step: int | torch.Tensor) -> None:
+        """Before the forward: take what the host knows (``source``) and what the forward may change, verify what it will
+        read, ``total`` positions at most, check who owns it, and poison what the forward is to store.
         """
         input_ids, out_cache_loc, req_pool_indices = inputs
         self._backend.stage_batch(
-            source=host.block,
+            source=source,
             block=batch.fields.block,
             input_ids=input_ids,
             out_cache_loc=out_cache_loc,
@@ -129,7 +129,7 @@ class CapturedDecode:
         kinds = inputs[0].dtype, inputs[1].dtype, inputs[2].dtype
         self._run(
             ("prepare", id(batch), id(host), room, *kinds),
-            lambda: self._launches.prepare(batch, host, inputs, room, batch.fields.step),
+            lambda: self._launches.prepare(batch, host.block, inputs, room, batch.fields.step),
         )
 
     def conclude(self, batch: Batch, counts: Sequence[int]) -> None:

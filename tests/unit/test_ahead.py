@@ -14,6 +14,7 @@ from kvcanary_plugin.kernels import launch as launching
 from kvcanary_plugin.kernels.backend import load_triton
 from kvcanary_plugin.runtime.ahead import DELTAS, FOLDS, Ahead
 from kvcanary_plugin.runtime.batch import BatchBuffers
+from kvcanary_plugin.runtime.launches import Launches
 from tests.engine import Engine
 
 MODULES = ("claim", "drain", "fold", "ledger", "poison", "stage", "verify", "write")
@@ -55,15 +56,14 @@ def guard(request: pytest.FixtureRequest) -> Any:
     return guard
 
 
-def compile_ahead(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ahead, "serves", staticmethod(lambda *_: True))
-    ahead = Ahead(load_triton(), guard.spaces, guard.ledger, None, CPU)
+def compile_ahead(guard: Any) -> None:
+    ahead = Ahead(Launches(load_triton(), guard.spaces, guard.ledger), guard.spaces, guard.ledger, CPU)
     ahead.start()
     ahead.wait()
 
 
-def test_whatever_a_forward_launches_was_compiled(guard: Any, written: Written, monkeypatch: pytest.MonkeyPatch):
-    compile_ahead(guard, monkeypatch)
+def test_whatever_a_forward_launches_was_compiled(guard: Any, written: Written):
+    compile_ahead(guard)
     ahead, written.variants = written.variants, set()
     assert threading.get_ident() not in written.threads
     (space,) = guard.spaces
@@ -113,7 +113,7 @@ def test_the_thread_asks_the_device_for_no_memory(guard: Any, written: Written, 
             return real(*args, **options)
 
         monkeypatch.setattr(torch, name, watched)
-    compile_ahead(guard, monkeypatch)
+    compile_ahead(guard)
     assert written.variants
     assert made == []
 
