@@ -49,8 +49,8 @@ class Launches:
         self.rows_tell = rows_tell
 
     def prepare(self, batch: Batch, source: torch.Tensor, inputs: Inputs, total: int, step: int | torch.Tensor) -> None:
-        """Before the forward: take what the host knows (``source``) and what the forward may change, verify what it will
-        read, ``total`` positions at most, check who owns it, and poison what the forward is to store.
+        """Before the forward: take what the host knows (``source``) and what the forward may change, verify what it
+        will read, ``total`` positions at most, check who owns it, and poison what the forward is to store.
         """
         input_ids, out_cache_loc, req_pool_indices = inputs
         self._backend.stage_batch(
