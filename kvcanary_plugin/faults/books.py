@@ -58,6 +58,13 @@ def slots_in_page(guard: Guard, row: int, length: int, slot: int) -> list[int]:
     return [each for each in guard.pool.req_to_token[row, :length].tolist() if each // size == slot // size]
 
 
+def heard_of(guard: Guard, slots: Sequence[int]) -> list[int]:
+    """The slots by which the ledger hears that ``slots`` are freed: allocators that free by page name its first."""
+    size = guard.pool.page_size
+    frees_by_page = hasattr(_allocator_of(guard), "_release_page_ids")
+    return sorted({slot // size * size for slot in slots}) if frees_by_page else list(slots)
+
+
 def give_next(guard: Guard, slot: int) -> None:
     """Let the allocator give out ``slot``, or its page, next, whoever has it."""
     allocator = _allocator_of(guard)

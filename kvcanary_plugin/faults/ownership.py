@@ -17,6 +17,7 @@ from ..report.reporter import MAX_REPORTED_A_STEP
 from .books import (
     claim,
     give_next,
+    heard_of,
     is_owned,
     is_staying,
     keep,
@@ -94,7 +95,8 @@ def release_early(guard: Guard, step: Step, rng: random.Random, _: dict[str, str
         restore()
         claim(guard, step, index, new)
 
-    return Injected("ownership", tuple(named), (), {"request": step.requests[index].rid}, put_back)
+    heard = {*heard_of(guard, named), new}
+    return Injected("ownership", tuple(sorted(heard)), (), {"request": step.requests[index].rid}, put_back)
 
 
 def abort_chunk(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
@@ -119,7 +121,9 @@ def abort_chunk(guard: Guard, step: Step, rng: random.Random, _: dict[str, str])
     ledger.act_for_row(step.rows[index])
     allocator.free(to_tensor(guard, inserted))
     ledger.stop_acting()
-    return Injected("ownership", tuple(inserted), (), {"request": step.requests[index].rid}, restore)
+    return Injected(
+        "ownership", tuple(heard_of(guard, inserted)), (), {"request": step.requests[index].rid}, restore
+    )
 
 
 def foreign_entry(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
@@ -206,7 +210,8 @@ def _free_one(guard: Guard, step: Step, rng: random.Random, suits: Callable[[int
     named = slots_in_page(guard, step.rows[index], step.prefix_lens[index], slot)[:_MOST]
     restore, allocator = keep(guard, named)
     allocator.free(to_tensor(guard, named))
-    return Injected("ownership", tuple(named), (), {"request": step.requests[index].rid, "position": position}, restore)
+    fields = {"request": step.requests[index].rid, "position": position}
+    return Injected("ownership", tuple(heard_of(guard, named)), (), fields, restore)
 
 
 def _point(guard: Guard, step: Step, index: int, position: int, slots: Sequence[int]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..kernels.poison_reference import poison_slots
-from .books import claim, give_next, is_owned, keep, pick_entry, to_tensor
+from .books import claim, give_next, heard_of, is_owned, keep, pick_entry, to_tensor
 from .library import Fault, Injected, bytes_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def take_freed(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) 
         return restore
 
     fields = {"request": step.requests[index].rid, "other": step.requests[taker].rid, "position": position}
-    return Injected("ownership", (slot,), (), fields, strike=_redirect(guard, step, taker, slot, give_and_take))
+    strike = _redirect(guard, step, taker, slot, give_and_take)
+    return Injected("ownership", tuple(heard_of(guard, [slot])), (), fields, strike=strike)
 
 
 BEFORE_FORWARD: dict[str, Fault] = {fault.__name__: fault for fault in (skip_store, skip_token)}

@@ -8,6 +8,7 @@ import time
 import urllib.request
 
 import pytest
+import torch
 
 from kvcanary_plugin.demo.server import Server
 from kvcanary_plugin.demo.traffic import Traffic
@@ -114,6 +115,10 @@ def test_status_set_and_audit(guarded):
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.skipif(
+    torch.get_device_module() is torch.cuda and not torch.cuda.is_available(),
+    reason="with this torch, SGLang waits for a GPU before it gives memory back",
+)
 @pytest.mark.timeout(300)
 def test_memory_that_is_given_back_and_taken_again(guarded):
     """On a CPU no memory goes; what SGLang calls, and what the guard is told, is the same."""
