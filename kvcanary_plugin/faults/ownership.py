@@ -121,9 +121,7 @@ def abort_chunk(guard: Guard, step: Step, rng: random.Random, _: dict[str, str])
     ledger.act_for_row(step.rows[index])
     allocator.free(to_tensor(guard, inserted))
     ledger.stop_acting()
-    return Injected(
-        "ownership", tuple(heard_of(guard, inserted)), (), {"request": step.requests[index].rid}, restore
-    )
+    return Injected("ownership", tuple(heard_of(guard, inserted)), (), {"request": step.requests[index].rid}, restore)
 
 
 def foreign_entry(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
