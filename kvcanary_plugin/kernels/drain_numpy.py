@@ -11,7 +11,7 @@ from .violations import ViolationBuffer
 
 def drain(violations: ViolationBuffer, ring: torch.Tensor, step: torch.Tensor) -> None:
     """See :func:`drain_reference.drain`."""
-    if as_array(violations.count)[0]:
+    if violations.count_on_host():
         drain_rows(violations, ring, step)
         return
     as_array(ring)[as_array(step)[0] % ring.shape[0], 0, 0] = 0

@@ -23,8 +23,8 @@ def fold_ids(table: SourceTable, ids: Array, survivors: Array | None = None) -> 
     """Digest and locator, int64 (n,) each, of slots (int64 (n,)) that lie within the table.
 
     Args:
-        survivors: int64 (source_count, m), or None. Out: which edges of the first m slots hold their poison, see
-            :func:`poison_reference.find_survivors`.
+        survivors: int64 (source_count, m), all 0, or None. Out: which edges of the first m slots hold their poison,
+            see :func:`poison_reference.find_survivors`.
     """
     digest, locator = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=np.int64)
     poisoned = 0 if survivors is None else survivors.shape[1]
@@ -57,10 +57,10 @@ def fold_ids(table: SourceTable, ids: Array, survivors: Array | None = None) -> 
 
 def _find_edges(words: Array, read_bytes: int, poison: Array, survivors: Array) -> None:
     n = survivors.shape[1]
-    survivors[:] = 0
     for edge in edges_of(read_bytes):
         hit = words[:, :n, edge] == poison
-        survivors |= np.where(hit, FIRST if edge == 0 else LAST, 0)
+        if hit.any():
+            survivors |= np.where(hit, FIRST if edge == 0 else LAST, 0)
 
 
 def _gather(table: SourceTable, index: int, ids: Array, out: Array) -> None:
@@ -74,7 +74,7 @@ def _gather(table: SourceTable, index: int, ids: Array, out: Array) -> None:
 
 def fold_slots(table: SourceTable, slots: torch.Tensor, *, digest: torch.Tensor, locator: torch.Tensor) -> None:
     """See :func:`.fold_reference.fold_slots`."""
-    as_array(digest)[:], as_array(locator)[:] = fold_ids(table, as_array(slots))
+    digest.numpy()[:], locator.numpy()[:] = fold_ids(table, slots.numpy())
 
 
 def seal_slots(
@@ -103,7 +103,7 @@ def report_poison(
     violations: ViolationBuffer | None,
 ) -> None:
     """Append what :func:`fold_ids` found, if it found anything."""
-    if survivors is None or expects is None or not (survivors * as_array(expects)[:, None]).any():
+    if survivors is None or expects is None or not survivors.any() or not survivors[as_array(expects) != 0].any():
         return
     assert writers is not None
     assert violations is not None

@@ -36,7 +36,7 @@ def apply_delta(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`.ledger_reference.apply_delta`, which also reports once there is something to report."""
-    kept, ids = as_array(words), as_array(slots)
+    kept, ids = as_array(words), slots.numpy()
     if len(ids) == 0:
         return
     if op <= g.Op.INSERT and (few := _are_few_and_sound(ids, first_slot, len(kept))) is not False:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,27 @@ from .poison_reference import poison_slots as poison_rows
 
 Array = npt.NDArray[Any]
 
+_FEW = 128  # slots whose poison is remembered
 _FINITE = np.uint64(FINITE_MASK & (1 << 64) - 1)
 
 
 def poison_array(slots: Array, source_count: int) -> Array:
     """See :func:`poison_reference.poison_words`, of all sources: uint64 (source_count, n)."""
-    words = _seeds_of(source_count) + slots.view(np.uint64)
+    if len(slots) <= _FEW:  # behind a forward the same is asked again
+        return _poison_of(slots.tobytes(), source_count)
+    return _make_poison(slots.view(np.uint64), source_count)
+
+
+@lru_cache(maxsize=4)
+def _poison_of(slots: bytes, source_count: int) -> Array:
+    return _make_poison(np.frombuffer(slots, dtype=np.uint64), source_count)
+
+
+def _make_poison(slots: Array, source_count: int) -> Array:
+    words: Array = _seeds_of(source_count) + slots
     mix_array_(words, np.empty_like(words))
     words &= _FINITE
+    words.flags.writeable = False
     return words
 
 

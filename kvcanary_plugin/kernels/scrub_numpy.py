@@ -23,7 +23,7 @@ def check_slots(
     violations: ViolationBuffer,
 ) -> None:
     """See :func:`.scrub_reference.check_slots`."""
-    kept, ids = as_array(records), as_array(slots)
+    kept, ids = as_array(records), slots.numpy()
     ids = ids[(ids >= 0) & (ids < len(kept))]
     ids = ids[(kept[ids, r.IDENTITY] & r.LIVE_BIT) != 0]
     _compare(records, writers, ids, *fold_ids(table, ids), request, violations)
@@ -70,7 +70,7 @@ def seal_and_scrub(
 
 
 def _live_between(kept: Array, start: int, count: int) -> Array:
-    live = np.flatnonzero(kept[start : start + count, r.IDENTITY] & r.LIVE_BIT)
+    (live,) = (kept[start : start + count, r.IDENTITY] & r.LIVE_BIT).nonzero()
     live += start
     return live
 
@@ -85,7 +85,7 @@ def _compare(
     violations: ViolationBuffer,
 ) -> None:
     kept = as_array(records).take(ids, axis=0)
-    if np.array_equal(kept[:, r.DIGEST], digest) and np.array_equal(kept[:, r.LOCATOR], locator):
+    if (kept[:, r.DIGEST] == digest).all() and (kept[:, r.LOCATOR] == locator).all():
         return
     found = torch.from_numpy(np.stack((digest, locator)))
     report_slots(records, writers, torch.from_numpy(ids), found, request, violations)

@@ -32,6 +32,6 @@ def stage_batch(
             rows=rows,
         )
         return
-    as_array(tokens)[:] = as_array(input_ids)
-    as_array(slots)[:] = as_array(out_cache_loc)
-    as_array(rows)[:] = as_array(req_pool_indices)
+    as_array(tokens)[:] = input_ids.numpy()
+    as_array(slots)[:] = out_cache_loc.numpy()
+    as_array(rows)[:] = req_pool_indices.numpy()

@@ -113,7 +113,7 @@ def _is_intact_within(
     expected += mix_array_(words, np.empty_like(words)).view(np.int64)
     loose = starts[first > 0]
     expected[loose] = chain[loose]
-    return np.array_equal(expected, chain) and np.array_equal(chain[ends - 1], end_points)
+    return bool((expected == chain).all() and (chain[ends - 1] == end_points).all())
 
 
 def _is_intact(
@@ -127,12 +127,12 @@ def _is_intact(
     if (rows.view(np.uint64) - np.uint64(1)).max() >= len(table) - 1 or lengths.max() > table.shape[1]:
         return False
     index = np.arange(offsets[-1])
-    slots = table.reshape(-1).take(np.repeat(rows * table.shape[1] - starts, lengths) + index)
+    slots = table.reshape(-1).take((rows * table.shape[1] - starts).repeat(lengths) + index)
     if (slots.view(np.uint32) - np.uint32(first_slot)).max() >= len(records) - first_slot:
         return False
     found = records.take(slots, axis=0)
     chain, identity = found[:, r.CHAIN], found[:, r.IDENTITY]
-    place = np.repeat(r.LIVE - starts, lengths)
+    place = (r.LIVE - starts).repeat(lengths)
     place += index
     if ((identity >> POSITION_SHIFT) != place).any():
         return False
@@ -144,4 +144,4 @@ def _is_intact(
     expected[starts] = anchors
     words = (identity & r.MIX_INPUT_MASK).view(np.uint64)
     expected += mix_array_(words, np.empty_like(words)).view(np.int64)
-    return np.array_equal(expected, chain) and np.array_equal(chain[ends - 1], end_points)
+    return bool((expected == chain).all() and (chain[ends - 1] == end_points).all())

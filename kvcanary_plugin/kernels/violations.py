@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import record as r
+from .mixing import as_array
 
 
 class ViolationBuffer:
@@ -15,16 +16,22 @@ class ViolationBuffer:
         block: int64 (1 + capacity, ROW_COLUMNS), contiguous: the count in its first element, then ``rows``. A host
             drains the buffer in one copy of it.
         rows: int64 (capacity, ROW_COLUMNS), part of ``block``. Only the first ``min(count, capacity)`` mean something.
+        is_on_host: it lies in host memory.
         count: int64 (1,), part of ``block``: every violation appended since the last reset, kept or not.
     """
 
     def __init__(self, capacity: int, device: torch.device | str) -> None:
         self.capacity = capacity
+        self.is_on_host = torch.device(device).type == "cpu"
         # One line more than promised: rows that find no room are sent there, so appending needs no branch.
         self._lines = torch.zeros((capacity + 2, r.ROW_COLUMNS), dtype=torch.int64, device=device)
         self.block = self._lines[: capacity + 1]
         self.rows = self._lines[1 : capacity + 1]
         self.count = self._lines[0, :1]
+
+    def count_on_host(self) -> int:
+        """The count, of a buffer in host memory."""
+        return int(as_array(self.count)[0])
 
     def reset(self) -> None:
         """Forget everything, in stream order; after a drain this makes room for detail again."""

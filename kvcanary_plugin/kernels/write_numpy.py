@@ -27,12 +27,12 @@ def write_chain(
     is_partial: bool = False,
 ) -> None:
     """See :func:`.write_reference.write_chain`, which also reports slots outside the pool once there are any."""
-    target = as_array(slots)
+    kept, target = as_array(records), as_array(slots)
     n = len(target)
     if n == 0:
         return
     # Seen as unsigned, an id below the first slot lies far above the last one.
-    if (target.view(np.uint64) - np.uint64(first_slot)).max() >= len(records) - first_slot:
+    if (target.view(np.uint64) - np.uint64(first_slot)).max() >= len(kept) - first_slot:
         write_and_report(
             records=records,
             writers=writers,
@@ -48,7 +48,7 @@ def write_chain(
             is_partial=is_partial,
         )
         return
-    kept, starts, seed = as_array(records), as_array(offsets), as_array(seeds)
+    starts, seed = as_array(offsets), as_array(seeds)
     stamps = (as_array(rows) & r.WRITER_ROW_MASK) | step << r.WRITER_ROW_BITS
     lengths = starts[1:] - starts[:-1]
     words = as_array(tokens) & r.TOKEN_MASK

@@ -22,7 +22,7 @@ MAX_REMEMBERED = 1024
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Int64 views of one contiguous block: header words, then (bs,) each, then CSR offsets (bs + 1,) over positions
-    read and over tokens stored.
+    read and over tokens stored; the number of the step, (1,), lies within the header.
     """
 
     block: torch.Tensor
@@ -34,11 +34,7 @@ class Fields:
     owners: torch.Tensor
     verify_offsets: torch.Tensor
     write_offsets: torch.Tensor
-
-    @property
-    def step(self) -> torch.Tensor:
-        """Number of the step, (1,)."""
-        return self.header[Header.STEP : Header.STEP + 1]
+    step: torch.Tensor
 
     @property
     def due(self) -> torch.Tensor:
@@ -59,7 +55,10 @@ def words_of(batch_size: int) -> int:
 def split_fields(buffer: torch.Tensor, batch_size: int) -> Fields:
     """The fields of a batch within a flat int64 buffer of at least ``words_of(batch_size)``."""
     block = buffer[: words_of(batch_size)]
-    return Fields(block, *torch.split(block, [HEADER_WORDS] + [batch_size] * 5 + [batch_size + 1] * 2))
+    sizes = [HEADER_WORDS] + [batch_size] * 5 + [batch_size + 1] * 2
+    header, rows, lengths, anchors, chains, owners, reads, writes = torch.split(block, sizes)
+    step = header[Header.STEP : Header.STEP + 1]
+    return Fields(block, header, rows, lengths, anchors, chains, owners, reads, writes, step)
 
 
 class HostFields:
@@ -88,14 +87,18 @@ class HostFields:
         write_lens: Sequence[int],
         owners: npt.NDArray[np.int64] | None = None,
         *,
-        is_decode: bool,
+        is_even: bool,
     ) -> None:
-        """Write what the host knows of a batch; ``owners`` are its owner bits, int64 (bs,)."""
+        """Write what the host knows of a batch; ``owners`` are its owner bits, int64 (bs,).
+
+        ``is_even``: each request stores one token.
+        """
         n = len(truth.rows)
         self.header[Header.STEP] = step
-        if not is_decode or self._filled is not truth:
+        # Of a batch that goes on evenly the truth stays the same object, and nothing else was filled in meanwhile.
+        if not is_even or self._filled is not truth:
             self._fill_all(n, truth, write_lens)
-            self._filled = truth if is_decode else None
+            self._filled = truth if is_even else None
         self._lengths[:] = truth.lengths
         self._chains[:] = truth.chains
         if owners is not None:

@@ -230,8 +230,8 @@ class Guard:
         self.stored += step.write_total
         # Every request stores at least one token.
         step.nodes = nodes
-        few = not nodes and 0 < step.write_total == len(requests) <= MAX_CAPTURED_REQUESTS
-        step.is_decode = few and self._captured is not None
+        is_even = not nodes and 0 < step.write_total == len(requests)
+        step.is_decode = is_even and len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None
         if step.is_decode and self._captured is not None:
             batch = self._captured.batch_of(len(requests))
         else:
@@ -246,7 +246,7 @@ class Guard:
         if self.ledger is not None:
             owners = self.ledger.seat(step.number, step.requests, truth.rows, step.started)
         host = step.open(batch)
-        host.fill(step.number, truth, write_lens, owners, is_decode=step.is_decode)
+        host.fill(step.number, truth, write_lens, owners, is_even=is_even)
         if self.injector is not None:
             self.injector.at_launch(self, step, self._reporter)
         if self._order is not None:
@@ -307,7 +307,7 @@ class Guard:
         if places:
             device = batch.tokens.device
             batch.tokens[torch.tensor(places, device=device)] = torch.tensor(marked, device=device)
-        if self._on_host and int(self.spaces[0].violations.count):
+        if self._on_host and self.spaces[0].violations.count_on_host():
             self._judge.read_early(step)
         if drafts is not None:
             drafts.step = None

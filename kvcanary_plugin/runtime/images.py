@@ -54,6 +54,9 @@ def locate_marks(requests: Sequence[Any], prefix_lens: Sequence[int], write_lens
     tokens: list[int] = []
     offset = 0
     for request, prefix, written in zip(requests, prefix_lens, write_lens, strict=True):
+        if prefix >= len(request.origin_input_ids):  # images are part of the prompt
+            offset += written
+            continue
         for position, marked in list_marks(request, prefix, prefix + written):
             begin = offset + position - prefix
             places += range(begin, begin + len(marked))

@@ -76,7 +76,7 @@ class Launches:
                 owners=batch.fields.owners,
                 total=total,
                 violations=found,
-                rows_are_sound=self.rows_tell and found.count.device.type == "cpu" and not int(found.count),
+                rows_are_sound=self.rows_tell and found.is_on_host and not found.count_on_host(),
             )
         for space in self._spaces:
             space.poison(batch)

@@ -16,6 +16,7 @@ import torch
 
 from ..kernels import ledger as g
 from ..kernels.backend import Backend
+from ..kernels.mixing import as_array
 from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.records import ShadowRecords
 from .tenancy import Event, EventHistory, Tenants
@@ -77,7 +78,8 @@ class Ledger:
         self.is_muted = False
         self._unheard = ViolationBuffer(1, device)
         self._allocator = allocator
-        self._req_to_token = req_to_token
+        self._rows = req_to_token
+        self._req_to_token = req_to_token.detach()  # what is kept with a tensor is not kept with SGLang's
         self._records = records
         self._backend = backend
         self._window = window
@@ -97,7 +99,7 @@ class Ledger:
 
     def follows(self, subject: object) -> bool:
         """Whether calls of ``subject``, an allocator or a table of request rows, concern this ledger."""
-        return subject is self._allocator or subject is self._req_to_token
+        return subject is self._allocator or subject is self._rows
 
     def adopt_tree(self) -> None:
         """From now on every slot that the radix tree takes and gives back is noted, or there is no radix tree."""
@@ -268,12 +270,12 @@ class Ledger:
             first_slot=self._records.first_slot,
             violations=violations,
         )
-        rows = batch.forward_rows.numpy() if self._on_host else None
+        rows = as_array(batch.forward_rows) if self._on_host else None
         if rows is not None:
             is_due = step % FORWARDS_A_ROUND == 0
             if rows_are_sound and not is_due and self._is_read.take(rows, mode="clip").all():
                 return
-            known = int(violations.count)
+            known = violations.count_on_host()
         self._backend.check_reads(
             words=self.words,
             writers=self._records.writers,
@@ -288,7 +290,7 @@ class Ledger:
             violations=violations,
         )
         if rows is not None:
-            self._is_read[np.clip(rows, 0, len(self._is_read) - 1)] = int(violations.count) == known
+            self._is_read[np.clip(rows, 0, len(self._is_read) - 1)] = violations.count_on_host() == known
 
     def strip_of(self, slot: int) -> str:
         """States of the slots around ``slot``, which is in brackets: ``..oo[o]cc.``. Waits for the device."""

@@ -64,7 +64,7 @@ class Space:
             )
         self._main = self if main is None else main
         self._backend = backend
-        self._req_to_token = pool.req_to_token
+        self._req_to_token = pool.req_to_token.detach()  # what is kept with a tensor is not kept with SGLang's
         self.verifies = "chain" in config.checks
         self.slots = slots
         self.index = index
