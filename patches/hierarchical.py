@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 CONTROLLER = "sglang.srt.managers.cache_controller"
 HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 RADIX, UNIFIED = "sglang.srt.mem_cache.hiradix_cache", "sglang.srt.mem_cache.unified_radix_cache"
-ONE_FILE, BASE = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.mem_cache.pool_host.base"
+ONE_FILE, HOST_POOLS = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.mem_cache.pool_host"
+BASE = f"{HOST_POOLS}.base"
 PARAMS = fields_of("sglang.srt.mem_cache.base_prefix_cache", "InitLoadBackParams", "req")
 REQUESTS = "sglang.srt.managers.schedule_batch"
 COVERED_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
@@ -117,6 +118,11 @@ def _declare_controllers(session: Session) -> list[Patch]:
             session.note_transfer(host_pool_of(instance), lambda transfers, _: transfers.note_load(copies, event))
         return result
 
+    def back_up(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = args[2] if len(args) > 2 else kwargs["device_indices"]
+        session.note_transfer(instance, lambda transfers, step: transfers.begin_backup(device, step))
+        return wrapped(*args, **kwargs)
+
     owner, only = "HiCacheController", ("HiCacheController",)
     pools = fields_of(CONTROLLER, owner, "mem_pool_device", "mem_pool_device_allocator", "mem_pool_host")
     acknowledged = fields_of(CONTROLLER, "HiCacheAck", "finish_event")
@@ -130,7 +136,17 @@ def _declare_controllers(session: Session) -> list[Patch]:
         reads += fields_of(CONTROLLER, "LayerDoneCounter", "num_layers", "events")
         return Patch(CONTROLLER, owner, "__init__", open_with(covered), parameters, why, since, until, reads=reads)
 
+    def declare_copies(owner: str, module: str, since: str, until: str | None) -> Patch:
+        parameters = ("self", "device_pool", "host_indices", "device_indices")
+        why = "learns whether rows are stored by the time they are copied"
+        return Patch(module, owner, "backup_from_device_all_layer", back_up, parameters, why, since, until)
+
+    mha, mla = COVERED_HOST_POOLS
     return [
+        declare_copies(mha, ONE_FILE, "0.5.11", "0.5.16"),
+        declare_copies(mla, ONE_FILE, "0.5.11", "0.5.16"),
+        declare_copies(mha, f"{HOST_POOLS}.mha", "0.5.16", None),
+        declare_copies(mla, f"{HOST_POOLS}.mla", "0.5.16", None),
         declare_init(only, "0.5.11", UNTIL_UNIFIED),
         declare_init(both, UNTIL_UNIFIED, None),
         Patch(

@@ -139,13 +139,19 @@ class Bench:
         self.read()
         if not torch.equal(self.source, self.target):
             raise SystemExit("what was read is not what was written")
+        place = self.path.stat().st_size // self.size * self.size // 2
         with open(self.path, "r+b") as file:
-            file.seek(self.path.stat().st_size // self.size * self.size // 2)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1]))
+            file.seek(place)
+            before = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([before ^ 1]))
         if all(verdict.ok for verdict in self.file.read(self._reads)):
-            raise SystemExit("a flipped bit was not found")
+            with open(self.path, "rb") as file:
+                file.seek(place)
+                now = file.read(1)[0]
+            raise SystemExit(
+                f"a flipped bit was not found: byte {place} of the file was {before}, then {before ^ 1}, is {now}"
+            )
         self.write()
         self.raw_write()
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..runtime.guard import Guard
     from ..runtime.step import Step
 
+# What SGLang copies rows with, by the layout of its host memory.
+_BACKENDS = {"layer_first": "direct", "page_first_direct": "direct", "page_first": "kernel"}
 _DELAY_CYCLES = 100_000_000  # some 50 ms: longer than a forward of a small model
 
 
@@ -107,6 +109,29 @@ def skip_layer_wait(guard: Guard, _: Step, __: random.Random, ___: dict[str, str
     return Injected("order", (), (), {})
 
 
+def early_backup(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Copy the page of a row that the forward is about to store to host memory already, and forget that copy."""
+    transfers = guard.traffic.transfers
+    pool: Any = None if transfers is None else transfers.host_pool
+    backend = _BACKENDS.get(getattr(pool, "layout", ""))
+    if backend is None or step.write_total != len(step.requests):
+        return None
+    index = rng.randrange(len(step.requests))
+    size, entries = guard.pool.page_size, guard.pool.req_to_token[step.rows[index]]
+    slot = int(entries[step.prefix_lens[index]])
+    host = pool.alloc(size)
+    if host is None:
+        return None
+    device = torch.arange(slot // size * size, (slot // size + 1) * size, device=entries.device)
+    if backend == "direct":
+        device = device.cpu()
+    else:
+        host = host.to(entries.device)
+    pool.backup_from_device_all_layer(pool.device_pool, host, device, backend)
+    fields = {"request": step.requests[index].rid}
+    return Injected("order", (slot,), (), fields, lambda: pool.free(host.cpu()))
+
+
 def _filled(guard: Guard) -> list[int]:
     """Host slots that hold rows of the device."""
     return [] if guard.traffic.transfers is None else np.flatnonzero(guard.traffic.transfers.host.since).tolist()
@@ -118,11 +143,14 @@ def _rows_of(guard: Guard, slot: int) -> tuple[int, list[torch.Tensor]] | None:
     return None if rows is None else (slot, rows)
 
 
-HOST_FAULTS: dict[str, Fault] = {fault.__name__: fault for fault in (flip_host, swap_host_pages, free_host_in_use)}
+HOST_FAULTS: dict[str, Fault] = {
+    fault.__name__: fault for fault in (flip_host, swap_host_pages, free_host_in_use, early_backup)
+}
 LAUNCH_FAULTS: dict[str, Fault] = {"skip_layer_wait": skip_layer_wait}
 FOUND_BY = {
     "flip_host": "content",
     "swap_host_pages": "content",
     "free_host_in_use": "ownership",
     "skip_layer_wait": "order",
+    "early_backup": "order",
 }

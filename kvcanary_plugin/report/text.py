@@ -27,6 +27,7 @@ _BY_PHASE = {
     "free": "freed for",
     "insert": "inserted for",
     "load": "loaded for",
+    "backup": "copied to host memory for",
     "host": "seen for",
 }
 MAX_ID_LENGTH = 80
@@ -71,7 +72,7 @@ def render_reader(violation: Violation) -> str:
 
 def _tell_reader(violation: Violation) -> tuple[str, str]:
     by = _BY_PHASE.get(violation.phase, "seen by")
-    if violation.request is None and violation.phase in ("alloc", "free", "insert", "load", "host"):
+    if violation.request is None and violation.phase in ("alloc", "free", "insert", "load", "backup", "host"):
         return by, f"nobody known ahead of step {violation.step}"
     if violation.request is None:
         return by, f"the rotating pass after step {violation.step}"

@@ -43,6 +43,7 @@ _BY_KIND = {
     "unordered_forward": "forwards were launched on several streams without a wait between them",
     "unordered_batch": "the wait of the forward's stream for the scheduler's was dropped",
     "unordered_load": "the wait for a layer that is loaded was dropped, or its event stood for another load",
+    "unordered_backup": "a copy to host memory did not wait for the forward that stores the rows",
     "draft_path": "the rows of the accepted draft tokens were not moved to their places, or the wrong ones were",
     "delta_range": "the allocator or the prefix cache handled a slot id that does not exist",
 }

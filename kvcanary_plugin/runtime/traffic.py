@@ -13,6 +13,7 @@ from ..errors import GuardError
 from ..kernels.backend import Backend
 from ..pool_patcher.spaces import GuardedPool
 from ..tiers import page_records
+from .backup_order import BackupOrder
 from .copies import Copies
 from .host_slots import FollowedSlots
 from .ledger import Ledger
@@ -105,7 +106,8 @@ class Traffic:
             has_storage: whether something else than the guarded pool may fill them.
             layer_count: layers that come back one after the other.
             rank: of this process, for reports.
-            checks_order: a forward must not use a layer before it has come back.
+            checks_order: a forward must not use a layer before it has come back, nor may rows be copied before they
+                have been stored.
             next_step: number of the next step.
 
         Raises:
@@ -123,11 +125,15 @@ class Traffic:
         def describe_late(step: int, layer: int, request: str) -> Violation:
             return Violation("order", "unordered_load", name, rank, step, "load", -1, layer=layer, request=request)
 
+        def describe_early(step: int, slot: int) -> Violation:
+            return Violation("order", "unordered_backup", name, rank, step, "backup", slot)
+
         self.transfers = Transfers(
             self._spaces[0], self._ledger, self._truth, self._backend, host_pool, has_storage, describe
         )
         if checks_order:
             self.transfers.order = LoadOrder(layer_count, device, describe_late)
+            self.transfers.backups = BackupOrder(self._spaces[0].records.hot, describe_early)
         return self.transfers
 
     def share_host(self, is_followed: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ from ..errors import GuardError
 from ..kernels.backend import Backend
 from ..tiers.page_records import Rows
 from .adoption import make_records
+from .backup_order import BackupOrder
 from .host_records import HostRecords, Ids, ids_of
 from .landed import LandedLoads, Load
 from .ledger import Ledger
@@ -59,6 +60,7 @@ class Transfers:
         landed: loads that were compared lately.
         keeps_rows: whether records go to storage with the rows.
         order: of loads and the forwards that need them; None where that is not checked.
+        backups: order of forwards and the copies of what they stored; None where that is not checked.
         has_storage: whether host slots may be filled from storage.
         host_pool: SGLang's.
     """
@@ -86,6 +88,7 @@ class Transfers:
         self.landed = LandedLoads(self.host, host_pool, space.slots.table)
         self.found: deque[Violation] = deque()
         self.order: LoadOrder | None = None
+        self.backups: BackupOrder | None = None
         self.keeps_rows = space.scrubber is not None  # without the digests there is nothing to keep
         self._number = 0
         self._flights: list[_Flight] = []
@@ -128,6 +131,13 @@ class Transfers:
         self._is_coming.zero_()
         if self.order is not None:
             self.order.clear()
+        if self.backups is not None:
+            self.backups.clear()
+
+    def begin_backup(self, device: torch.Tensor, step: int) -> None:
+        """Rows of main slots (n,) are about to be copied to the host, on this stream; see :class:`BackupOrder`."""
+        if self.backups is not None:
+            self.backups.begin(device, step)
 
     def note_backup(self, copies: Sequence[Copy], event: Any, step: int) -> None:
         """Rows are being copied to the host; ``event`` is behind that. ``step`` is the number of the next one.
@@ -209,6 +219,8 @@ class Transfers:
 
     def poll(self) -> None:
         """Let go of what transfers that are over have used. Does not wait."""
+        if self.backups is not None:
+            self.found.extend(self.backups.read())
         if not self._flights:
             return
         over: list[_Flight] = []

@@ -150,6 +150,7 @@ EXPLANATIONS: Final = {
     "unordered_forward": "the forward ran before the one ahead of it had ended, for which it did not wait",
     "unordered_batch": "the forward ran before the scheduler's stream had come to it, for which it did not wait",
     "unordered_load": "the forward used a layer that was still on its way from host memory",
+    "unordered_backup": "a row was copied to host memory before the forward that stores it had ended",
     "state": "the state of the request is not what its last forward left",
     "content": "the bytes of the slot are not the ones that were written",
 }

@@ -15,7 +15,7 @@ import torch
 from page_files import TIMEOUT_SECONDS, FaultyLocalClient, fake, make_medium
 
 from kvcanary_plugin.tiers.hf3fs.client import Client
-from kvcanary_plugin.tiers.hf3fs.local import PIECE_BYTES, LocalClient, gather_pieces, skip_bytes
+from kvcanary_plugin.tiers.hf3fs.local import PIECE_BYTES, SCRAP_BYTES, LocalClient, plan_pieces, skip_bytes
 from kvcanary_plugin.tiers.hf3fs.usrbio import UsrbioClient
 
 PAGE, PAGES = 4096, 16
@@ -184,12 +184,17 @@ def test_impossible_settings_are_refused(tmp_path: Path):
         LocalClient(tmp_path / "pages", 1000, 1000, o_direct=True)
 
 
-@pytest.mark.parametrize("sizes", [[1], [PIECE_BYTES], [PIECE_BYTES + 1], [5, 3 * PIECE_BYTES, 7], [1] * 3000])
+@pytest.mark.parametrize(
+    "sizes", [[1], [PIECE_BYTES], [PIECE_BYTES + 1], [5, 3 * PIECE_BYTES, 7], [1] * 3000, [2 * PIECE_BYTES, 50_000]]
+)
 def test_pieces_are_the_parts_in_order(sizes: list[int]):
     data = [np.random.default_rng(n).integers(0, 256, size, dtype=np.uint8) for n, size in enumerate(sizes)]
-    groups = list(gather_pieces([memoryview(part) for part in data]))
-    assert b"".join(bytes(piece) for group, _ in groups for piece in group) == b"".join(p.tobytes() for p in data)
-    assert all(size == sum(piece.nbytes for piece in group) <= PIECE_BYTES for group, size in groups)
+    groups = plan_pieces(tuple(sizes))
+    cut = [[data[place][start:stop] for place, start, stop in group] for group, _ in groups]
+    assert b"".join(piece.tobytes() for group in cut for piece in group) == b"".join(p.tobytes() for p in data)
+    assert [size for _, size in groups] == [sum(piece.nbytes for piece in group) for group in cut]
+    assert all(size <= PIECE_BYTES for _, size in groups[:-1])
+    assert groups[-1][1] <= PIECE_BYTES + SCRAP_BYTES
     assert all(len(group) <= 1024 for group, _ in groups)
     whole = b"".join(p.tobytes() for p in data)
     for count in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):

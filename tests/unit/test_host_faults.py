@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from kvcanary_plugin.faults.host import FOUND_BY, HOST_FAULTS, LAUNCH_FAULTS
+from kvcanary_plugin.faults.injector import Injector
+from kvcanary_plugin.kernels.record import IDENTITY, LIVE_BIT, RECORD_WORDS
+from kvcanary_plugin.runtime.backup_order import BackupOrder
 from kvcanary_plugin.runtime.cause import TO_HOST
 from kvcanary_plugin.runtime.step import Step
 from tests.hierarchy import Gate, Hierarchy
@@ -110,7 +113,34 @@ def test_a_host_page_that_is_freed_while_it_is_loaded_is_found(make):
     assert len(load(hierarchy)) == 16, "and goes on without another finding"
 
 
-@pytest.mark.parametrize("name", [*HOST_FAULTS, *LAUNCH_FAULTS])
+@pytest.mark.parametrize(("io_backend", "layout"), LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_row_that_is_copied_ahead_of_the_forward_that_stores_it_is_found(make, page_size, io_backend, layout):
+    hierarchy = make(page_size=page_size, size=192, io_backend=io_backend, layout=layout)
+    hierarchy.guard.injector = Injector.parse("early_backup@3")  # a server on a CPU has no order, and would refuse it
+    free = len(hierarchy.host.free_slots)
+    hierarchy.serve(PROMPT, steps=4)
+    (injected,) = [fields for name, fields in hierarchy.reporter.events if name == "injected"]
+    (violation,) = hierarchy.violations
+    assert (violation.check, violation.kind, violation.phase) == ("order", "unordered_backup", "backup")
+    assert [violation.slot] == injected["slots"]
+    assert 0 <= violation.step - injected["step"] <= 1
+    hierarchy.push_out()
+    assert not load(hierarchy)[1:], "and the copy was forgotten"
+    assert len(hierarchy.host.free_slots) < free
+
+
+def test_a_copy_of_slots_that_do_not_exist_is_found():
+    records = torch.zeros((8, RECORD_WORDS), dtype=torch.int64)
+    records[:, IDENTITY] = LIVE_BIT
+    order = BackupOrder(records, lambda step, slot: (step, slot))
+    for slots in ([1, 7], [1, 8], [-1, 3], []):
+        order.begin(torch.tensor(slots, dtype=torch.int32), 5)
+    assert order.read() == [(5, 8), (5, -1)]
+    assert order.read() == []
+
+
+@pytest.mark.parametrize("name", [*(name for name in HOST_FAULTS if name != "early_backup"), *LAUNCH_FAULTS])
 def test_without_host_memory_in_use_there_is_nothing_to_do(make, name):
     hierarchy = make()
     assert inject(hierarchy, name) is None

@@ -6,7 +6,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from xxhash import xxh3_128, xxh3_128_digest
@@ -17,7 +18,9 @@ from .layout import round_up
 
 # Small enough to be in the second-level cache between the transfer and the check, large enough that a call costs little
 # and that threads seldom wait for the interpreter. Half and twice of it were slower.
-PIECE_BYTES = 512 * 1024
+PIECE_BYTES = 256 * 1024
+RUN_BYTES = 512 * 1024  # neighbours that go in one call
+SCRAP_BYTES = 32 * 1024  # not worth a call of their own
 MAX_VECTORS = 1024  # the kernel's limit
 
 
@@ -77,7 +80,7 @@ class LocalClient(CheckedClient):
         """Requests that lie one behind the other in the file and are small go together."""
         runs, first, size, end = [], 0, 0, -1
         for index, offset in enumerate(batch.offsets):
-            if offset != end or size + batch.sizes[index] > PIECE_BYTES or self._o_direct:
+            if offset != end or size + batch.sizes[index] > RUN_BYTES or self._o_direct:
                 if index:
                     runs.append(range(first, index))
                 first, size = index, 0
@@ -122,7 +125,9 @@ class LocalClient(CheckedClient):
     def _move_pieces(self, batch: Batch, index: int, for_read: bool, move: Callable[..., int]) -> None:
         """One request in pieces that stay in the cache between the transfer and the check."""
         offset, state, done = batch.offsets[index], xxh3_128(), 0
-        for pieces, size in gather_pieces(batch.parts[index]):
+        parts = batch.parts[index]
+        for group, size in plan_pieces(tuple([part.nbytes for part in parts])):
+            pieces = [parts[place][start:stop] for place, start, stop in group]
             if not for_read:
                 hash_pieces(state, batch, pieces)
             got = move(self._fd, pieces, offset + done)
@@ -194,22 +199,29 @@ def hash_pieces(state: xxh3_128, batch: Batch, pieces: Iterable[memoryview]) -> 
             state.update(piece)
 
 
-def gather_pieces(parts: Sequence[memoryview]) -> Iterator[tuple[Sequence[memoryview], int]]:
-    """Cut memory into groups of ``PIECE_BYTES``, in order, with the size of each."""
-    group: list[memoryview] = []
+@lru_cache(maxsize=64)
+def plan_pieces(sizes: tuple[int, ...]) -> list[tuple[list[tuple[int, int, int]], int]]:
+    """How to cut parts of these sizes into groups of ``PIECE_BYTES``, in order: (part, start, stop) of each piece of a
+    group, and the size of the group. What is left behind the last whole group, if it is little, goes with that one.
+    """
+    groups: list[tuple[list[tuple[int, int, int]], int]] = []
+    group: list[tuple[int, int, int]] = []
     size = 0
-    for part in parts:
+    for place, part_bytes in enumerate(sizes):
         start = 0
-        while start < part.nbytes:
-            piece = part[start : start + PIECE_BYTES - size]
-            group.append(piece)
-            start += piece.nbytes
-            size += piece.nbytes
+        while start < part_bytes:
+            stop = min(part_bytes, start + PIECE_BYTES - size)
+            group.append((place, start, stop))
+            size, start = size + stop - start, stop
             if size == PIECE_BYTES or len(group) == MAX_VECTORS:
-                yield group, size
+                groups.append((group, size))
                 group, size = [], 0
-    if group:
-        yield group, size
+    if group and groups and size <= SCRAP_BYTES and len(group) + len(groups[-1][0]) <= MAX_VECTORS:
+        last, last_size = groups.pop()
+        groups.append((last + group, last_size + size))
+    elif group:
+        groups.append((group, size))
+    return groups
 
 
 def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:

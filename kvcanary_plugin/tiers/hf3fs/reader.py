@@ -50,8 +50,9 @@ class PageReader:
             records[index], verdicts[index] = self._look_again(records[index], batch[index])
         wanted = [index for index, verdict in enumerate(verdicts) if verdict is OK]
         if tail_bytes := header.layout.tail_bytes:
-            for index in wanted:
-                parts[index].append(memoryview(bytearray(tail_bytes)))
+            tails = memoryview(bytearray(len(wanted) * tail_bytes))
+            for place, index in enumerate(wanted):
+                parts[index].append(tails[place * tail_bytes : (place + 1) * tail_bytes])
         failed, results = self._transfer(wanted, records, parts)
         retried = len(failed)
         if failed:
