@@ -43,7 +43,7 @@ FOUND_BY = {
     **speculation.FOUND_BY,
     **host.FOUND_BY,
 }
-OPTIONS = ("layer", "half", "bit", "seed")
+OPTIONS = ("layer", "half", "bit", "seed", "rank")
 _OF_TREE = ("free_cached", "abort_chunk", "foreign_entry")
 
 
@@ -90,13 +90,17 @@ class Injector:
                     raise ConfigError(
                         f"kvcanary: --kvcanary-inject {part!r}: no option {key!r}; there are {', '.join(OPTIONS)}"
                     )
-            for key in ("layer", "bit"):
+            for key in ("layer", "bit", "rank"):
                 if key in options and not (options[key].isascii() and options[key].isdecimal()):
                     raise ConfigError(f"kvcanary: --kvcanary-inject {part!r}: {key}={options[key]} is not a number")
             planned.append(Planned(name, int(forward), options))
         if not planned:
             raise ConfigError(f"kvcanary: --kvcanary-inject {spec!r} names no fault; there are {', '.join(FAULTS)}")
         return cls(planned)
+
+    def keep_rank(self, rank: int) -> None:
+        """Leave out what is for another rank."""
+        self._planned = [each for each in self._planned if int(each.options.get("rank", rank)) == rank]
 
     def check_against(self, table: SourceTable, checks: Sequence[str]) -> None:
         """Make sure that every fault can be injected into a pool with these sources, and be found by these checks.

@@ -133,6 +133,7 @@ class Guard:
             self.ahead.start()
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
+            self.injector.keep_rank(rank)
             self.injector.check_against(pool.table, self.settings.possible)
 
     @property
