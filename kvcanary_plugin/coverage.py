@@ -45,6 +45,11 @@ _SERVERS = (
         "every fault that such a server can have, at its place; nothing on the clean twin",
     ),
     ("CPU, every release, `make test-releases`", "MHA, pages of 16", "by hand, the faults that there were that day"),
+    (
+        "CPU, 0.5.15, over gloo",
+        "two tensor-parallel ranks, two replicas, two pipeline stages: `docs/ranks.md`",
+        "faults on one rank, found there alone; in mode quarantine both tensor-parallel ranks end the request",
+    ),
     ("CPU, 0.5.15 and 0.5.23", "hierarchical cache, with a stand-in for SGLang's copy kernels", "`docs/hf3fs.md`"),
     (
         "H200",

@@ -99,10 +99,10 @@ def plan_server(arguments: Sequence[str]) -> ServerPlan:
         choose_storage(config.hf3fs, namespace)
     except ConfigError as error:
         wrong.append(str(error))
-    gaps = list_mode_gaps(namespace)
+    gaps = list_mode_gaps(namespace, config.mode)
     settings, unsettled = _settle(namespace)
     if unsettled is None:
-        gaps += [gap for gap in list_mode_gaps(settings) if gap not in gaps]
+        gaps += [gap for gap in list_mode_gaps(settings, config.mode) if gap not in gaps]
     in_tree = getattr(settings, IN_TREE.field, None) or IN_TREE.harmless
     return ServerPlan(
         wrong=tuple(wrong),

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcanary_plugin.pool_patcher.patch import Field, fields_of
+from kvcanary_plugin.runtime.step import MAX_IN_FLIGHT
 
+from . import stages
 from .speculation import FOLLOWED, SINCE, UNTIL, is_followed, list_draft_gaps
 
 MODULE = "sglang.srt.server_args"
@@ -90,7 +92,13 @@ MODE_GAPS = (
     ModeGap("enable_pdmux", "disagg:Disagg", "--enable-pdmux", "a batch runs in several interleaved forwards"),
     ModeGap("dllm_algorithm", "exec_:ExecDllm", "--dllm-algorithm", "blocks are stored several times"),
     ModeGap(
-        "pp_size", "parallel:Parallel", "--pp-size above 1", "results of a stage arrive several steps late", harmless=1
+        "pp_size",
+        "parallel:Parallel",
+        "--pp-size above 1",
+        "results of a stage arrive several steps late",
+        harmless=1,
+        is_covered=stages.is_followed,
+        covered=f"up to {MAX_IN_FLIGHT} stages from SGLang {stages.SINCE} until {stages.UNTIL}, modes log and raise",
     ),
     ModeGap(
         "enable_dp_attention", "parallel:Parallel", "--enable-dp-attention", "ranks run padded batches of their own"
@@ -166,14 +174,14 @@ def settle(server_args: Any) -> Any:
     return server_args if view is None else view(server_args)
 
 
-def list_mode_gaps(server_args: Any) -> list[str]:
+def list_mode_gaps(server_args: Any, mode: str = "log") -> list[str]:
     """Why this server's KV cannot be followed, one line per setting or pair of settings; empty if it can.
 
-    Works on unresolved arguments too. A setting this release does not have reads as not set.
+    Works on unresolved arguments too. A setting this release does not have reads as not set. ``mode`` is our own.
     """
     gaps = [
         f"{gap.setting} is not covered yet ({gap.why})"
         for gap in MODE_GAPS
         if gap.applies_to(getattr(server_args, gap.field, None))
     ]
-    return gaps + list_draft_gaps(server_args)
+    return gaps + list_draft_gaps(server_args) + stages.list_stage_gaps(server_args, mode)

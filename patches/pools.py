@@ -55,7 +55,7 @@ def declare_patches(session: Session) -> list[Patch]:
             result = wrapped(*args, **kwargs)
             if not instance.is_draft_worker:
                 settings = settle(instance.server_args)
-                gaps = list_mode_gaps(settings)
+                gaps = list_mode_gaps(settings, session.mode)
                 if instance.model_config.is_encoder_decoder:
                     gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
                 if getattr(settings, "enable_hierarchical_cache", False):
@@ -64,7 +64,8 @@ def declare_patches(session: Session) -> list[Patch]:
                 replica = getattr(ranks, "dp_rank", None) or 0
                 # The turns of a session hand their slots on to each other without giving them back.
                 has_owners = not getattr(settings, "enable_streaming_session", False)
-                rank = replica * ranks.tp_size + ranks.tp_rank
+                stage = replica * getattr(ranks, "pp_size", 1) + getattr(ranks, "pp_rank", 0)
+                rank = stage * ranks.tp_size + ranks.tp_rank
                 has_drafts = bool(settings.speculative_algorithm)
                 session.attach(instance, gaps, rank=rank, has_owners=has_owners, has_drafts=has_drafts)
                 if settings.enable_metrics:

@@ -10,6 +10,7 @@ from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
 
 from .fence import Fence
 from .speculation import count_nodes, read_trees
+from .stages import pick_token
 
 if TYPE_CHECKING:
     from kvcanary_plugin.pool_patcher.patch import Wrapper
@@ -72,17 +73,19 @@ def declare_patches(session: Session, fence: Fence) -> list[Patch]:
                 nodes = count_nodes(instance, batch) if session.has_drafts else 0
                 return read_trees(batch, row_of, nodes) if nodes else read_batch(batch, row_of)
 
-            session.announce(read, args[0] if args else kwargs["batch"])
+            batch = args[0] if args else kwargs["batch"]
+            session.announce(read, batch)
             fence.is_needed = lacks_fence(instance)
             result = wrapped(*args, **kwargs)
             fence.wait()
-            session.note_launched(result)
+            session.note_launched(pick_token(instance, batch, result))
             return result
 
         return run_batch
 
-    def process_batch_result(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session.settle(args[1] if len(args) > 1 else kwargs["result"])
+    def process_batch_result(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = args[0] if args else kwargs["batch"]
+        session.settle(pick_token(instance, batch, args[1] if len(args) > 1 else kwargs["result"]))
         return wrapped(*args, **kwargs)
 
     def validate_and_init(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

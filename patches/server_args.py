@@ -117,7 +117,7 @@ def _refuse_what_is_not_covered(config: Config, server_args: Any) -> None:
             f"kvcanary: --kvcanary {config.mode} and SGLang's own --kv-canary {in_tree} exclude each other; "
             "drop one of them"
         )
-    gaps = [] if config.allow_uncovered else list_mode_gaps(server_args)
+    gaps = [] if config.allow_uncovered else list_mode_gaps(server_args, config.mode)
     if gaps:
         raise UncoveredError(
             f"kvcanary: refusing to start: {'; '.join(gaps)}. Drop that setting or --kvcanary, or pass "

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(Version(installed_sglang()) != Version("0.5.15"), reason="no launcher for ranks on a CPU"),
 ]
-MODES = {"tensor": ["--tp-size=2"], "replicas": ["--dp-size=2"]}
+MODES = {"tensor": ["--tp-size=2"], "replicas": ["--dp-size=2"], "stages": ["--pp-size=2"]}
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -61,16 +61,30 @@ def test_each_rank_guards_its_shard_and_finds_what_is_damaged_there_alone(start,
     assert violations, describe(server.events())
     assert {(v["check"], v["rank"], v["slot"]) for v in found} == {("content", 1, injected["slots"][0])}
     assert {(v["layer"], v["half"]) for v in found} == {(injected["layer"], injected["half"])}
+    if mode == "stages":
+        assert injected["layer"] in (2, 3), "layers are counted through all stages"
     assert "detached" not in {event["event"] for event in server.events()}
 
 
-def test_without_a_fault_no_rank_reports_anything(start):
-    with start("tensor", "--kvcanary=log", "--kvcanary-scrub-budget=0.01") as server:
+@pytest.mark.parametrize("mode", ["tensor", "stages"])
+def test_without_a_fault_no_rank_reports_anything(start, mode):
+    with start(mode, "--kvcanary=log", "--kvcanary-scrub-budget=0.01") as server:
         for seed in range(2):
             drive(server, 60, seed)
             server.post("/flush_cache", {})
         assert server.events("violation") == [], describe(server.events("violation"))
         assert "detached" not in {event["event"] for event in server.events()}
+
+
+def test_a_broken_row_on_one_stage_is_found_before_its_forward(start):
+    with start("stages", "--kvcanary=log", inject="swap_entries@200:rank=1;free_running@240:rank=0") as server:
+        with Traffic(server, clients=4):
+            wait_for(lambda: len(server.events("injected")) == 2)
+            time.sleep(1)
+        injected, found = server.events("injected"), server.events("violation")
+    for event, rank in zip(injected, (1, 0), strict=True):
+        seen = [v for v in found if (v["check"], v["rank"], v["step"]) == (event["check"], rank, event["step"])]
+        assert {v["slot"] for v in seen} >= set(event["slots"]), describe(server.events())
 
 
 def ask_both_ways(server):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvcanary_plugin.patches import stages
 from kvcanary_plugin.patches.allocators import declare_patches, slots_of_pages
 from kvcanary_plugin.patches.fence import Fence
 from kvcanary_plugin.patches.modes import list_mode_gaps
@@ -68,4 +69,32 @@ def test_beam_search_is_turned_away_only_while_a_guard_is_on():
 def test_a_setting_that_a_release_does_not_have_is_not_set():
     assert list_mode_gaps(SimpleNamespace()) == []
     assert list_mode_gaps(SimpleNamespace(pp_size=1, disaggregation_mode="null")) == []
-    assert ["--pp-size above 1" in line for line in list_mode_gaps(SimpleNamespace(pp_size=2))] == [True]
+    assert ["--enable-pdmux" in line for line in list_mode_gaps(SimpleNamespace(enable_pdmux=True))] == [True]
+
+
+def stage_gaps(mode="log", **settings):
+    return list_mode_gaps(SimpleNamespace(**settings), mode)
+
+
+def test_how_many_stages_are_followed(monkeypatch):
+    monkeypatch.setattr(stages, "installed_sglang", lambda: "0.5.15")
+    assert stage_gaps(pp_size=2) == stage_gaps(pp_size=4, pp_async_batch_depth=0) == []
+    (gap,) = stage_gaps("quarantine", pp_size=2)
+    assert "--pp-size above 1 is not covered yet with --kvcanary quarantine" in gap
+    assert stage_gaps("quarantine", pp_size=1) == []
+    (gap,) = stage_gaps(pp_size=3, pp_async_batch_depth=2)
+    assert "--pp-size 3 with --pp-async-batch-depth 2" in gap
+    assert ["--pp-size" in gap for gap in stage_gaps(pp_size=8)] == [True, True]
+    (gap,) = stage_gaps(pp_size=2, enable_hierarchical_cache=True)
+    assert "--enable-hierarchical-cache" in gap
+    monkeypatch.setattr(stages, "installed_sglang", lambda: "0.5.16")
+    assert ["--pp-size above 1 is not covered yet" in gap for gap in stage_gaps(pp_size=2)] == [True]
+
+
+def test_a_launch_and_its_result_are_tied_by_what_both_have():
+    batch, result = object(), object()
+    assert stages.pick_token(SimpleNamespace(ps=SimpleNamespace(pp_size=1)), batch, result) is result
+    assert stages.pick_token(SimpleNamespace(), batch, result) is result
+    # With stages the result that is processed is the one of the last stage.
+    assert stages.pick_token(SimpleNamespace(ps=SimpleNamespace(pp_size=2)), batch, result) is batch
+    assert stages.pick_token(SimpleNamespace(pp_size=2), batch, result) is batch
