@@ -6,6 +6,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ..kernels import record as r
 from ..kernels.mixing import POSITION_SHIFT, locate_source
 from ..kernels.poison_reference import FIRST, LAST, edges_of
@@ -68,7 +71,7 @@ class Diagnosis:
         prefix and leaves it out. An end point that differs behind a damaged slot adds nothing either.
         """
         violations = []
-        chains: dict[int, list[int]] = {}
+        chains: dict[int, npt.NDArray[np.uint64]] = {}
         named: set[tuple[int, int]] = set()
         for row in rows:
             kind, index, position = r.Kind(row[r.ROW_KIND]), row[r.ROW_REQUEST], row[r.ROW_POSITION]
@@ -88,8 +91,7 @@ class Diagnosis:
                 continue
             if kind in (r.Kind.LINK, r.Kind.END_POINT) and index not in chains:
                 request = step.requests[index]
-                true = true_chains(request, self._truth.anchor_of(request), step.prefix_lens[index])
-                chains[index] = true.tolist()
+                chains[index] = true_chains(request, self._truth.anchor_of(request), step.prefix_lens[index])
             violation = self._chain(step, kind, row, chains.get(index))
             if kind is r.Kind.LINK and self._holds_truth(violation, row):
                 if (index, position - 1) in named:
@@ -171,7 +173,7 @@ class Diagnosis:
             and bool(row[r.ROW_IDENTITY] & r.LIVE_BIT)
         )
 
-    def _chain(self, step: Step, kind: r.Kind, row: Sequence[int], chain: list[int] | None) -> Violation:
+    def _chain(self, step: Step, kind: r.Kind, row: Sequence[int], chain: npt.NDArray[np.uint64] | None) -> Violation:
         index, position, identity = row[r.ROW_REQUEST], row[r.ROW_POSITION], row[r.ROW_IDENTITY]
         request = step.requests[index]
         reads_slot = kind not in (r.Kind.ROW_RANGE, r.Kind.WRITE_RANGE)
@@ -193,7 +195,7 @@ class Diagnosis:
             expected_token=_true_token(request, position) if reads_slot else None,
             stored_position=(identity >> POSITION_SHIFT) & r.POSITION_MASK if has_record else None,
             stored_hash=row[r.ROW_CHAIN] & _U64 if has_record else None,
-            expected_hash=chain[position] if chain is not None else None,
+            expected_hash=int(chain[position]) if chain is not None else None,
             writer=self._history.writer_of(row[r.ROW_WRITER]) if has_record else None,
         )
 

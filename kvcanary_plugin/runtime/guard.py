@@ -237,10 +237,11 @@ class Guard:
             batch = self._captured.batch_of(len(requests))
         else:
             batch = self._batch.batch_of(len(requests), step.write_total)
-            step.marks = NO_MARKS if nodes else locate_marks(requests, prefix_lens, write_lens)
         self._weights.note_mixed(step)
         truth = self.truth.advance(requests, rows, prefix_lens, is_even=not nodes)
         step.started = truth.started
+        if not nodes and not self.truth.is_generating:  # an image may end with the one token of a chunk
+            step.marks = locate_marks(requests, prefix_lens, write_lens)
         for index in step.started:
             self._history.note(rows[index], step.number, requests[index].rid)
         owners = None

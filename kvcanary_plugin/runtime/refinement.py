@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from ..kernels import record as r
 from ..kernels.mixing import POSITION_SHIFT, as_int64, mix
 from ..pool_patcher.records import ShadowRecords
 from .step import Step
-from .truth import Request, tokens_between
+from .truth import Request, token_array
 
 MAX_REFINED = 16
+MAX_STRETCHES = 256  # of a row that are named: all that a forward can report
 
 
 def sort_rows(rows: list[list[int]]) -> list[list[int]]:
@@ -57,12 +59,10 @@ def refine_chain_rows(
 
     device = records.hot.device
     lengths = [step.prefix_lens[index] for index in unclear]
-    tokens: list[int] = []
-    for index, length in zip(unclear, lengths, strict=True):
-        tokens += tokens_between(step.requests[index], 0, length)
+    tokens = np.concatenate([token_array(step.requests[i], 0, n) for i, n in zip(unclear, lengths, strict=True)])
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
     expected = torch.zeros((len(unclear), max(lengths)), dtype=torch.int32, device=device)
-    scatter(torch.tensor(tokens, device=device), offsets, torch.arange(len(unclear), device=device), expected)
+    scatter(torch.from_numpy(tokens).to(device), offsets, torch.arange(len(unclear), device=device), expected)
     for line, (index, length) in enumerate(zip(unclear, lengths, strict=True)):
         slots = req_to_token[step.rows[index], :length].to(torch.int64)
         inside = torch.where((slots < 0) | (slots >= records.slot_count), 0, slots)
@@ -75,17 +75,18 @@ def refine_chain_rows(
         if window is not None:
             wrong[: max(0, length - window)] = False
         first = wrong & ~torch.nn.functional.pad(wrong[:-1], (1, 0))
-        starts = torch.nonzero(first).flatten().tolist()
+        starts = torch.nonzero(first).flatten()[:MAX_STRETCHES]
         vague = [row for row in rows if row[r.ROW_REQUEST] == index and row[r.ROW_KIND] in loose]
-        if not starts:
+        if not len(starts):
             kept += vague  # the row is not any more what the forward read; what was seen then stands
             continue
         kind = r.Kind.END_POINT if window is None and bool(wrong.all()) else r.Kind.LINK
-        for position in starts:
+        seen = (starts, slots[starts], records.writers[inside[starts]], *found[starts][:, [r.CHAIN, r.IDENTITY]].T)
+        for position, slot, writer, chain_there, identity in torch.stack(seen, 1).tolist():
             if (index, position) not in named:
                 row = [0] * r.ROW_COLUMNS
                 row[r.ROW_KIND], row[r.ROW_REQUEST], row[r.ROW_POSITION] = int(kind), index, position
-                row[r.ROW_SLOT], row[r.ROW_WRITER] = int(slots[position]), int(records.writers[inside[position]])
-                row[r.ROW_CHAIN], row[r.ROW_IDENTITY] = found[position, [r.CHAIN, r.IDENTITY]].tolist()
+                row[r.ROW_SLOT], row[r.ROW_WRITER] = slot, writer
+                row[r.ROW_CHAIN], row[r.ROW_IDENTITY] = chain_there, identity
                 kept.append(row)
     return kept

@@ -188,6 +188,11 @@ class TruthTable:
         started = self._anchor_of.get(request)
         return self.identities.anchor_of(request) if started is None else started
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether all new tokens of the latest batch are generated ones; False if that is not known."""
+        return self._cohort is not None
+
     def is_running(self, request: Request) -> bool:
         """Whether ``request`` has started."""
         return request in self._anchor_of

@@ -5,6 +5,7 @@ thousand requests at once, 2^24 slots, and numbers near the end of what their bi
 from __future__ import annotations
 
 import mmap
+import time
 import tracemalloc
 from array import array
 
@@ -20,6 +21,7 @@ from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.mixing import mix_int
 from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.runtime.guard import Guard
+from kvcanary_plugin.runtime.refinement import MAX_STRETCHES
 from kvcanary_plugin.runtime.truth import TruthTable, true_chains
 from tests.engine import Engine, ListReporter
 from tests.unit.test_truth import Request
@@ -122,6 +124,26 @@ def test_a_wrong_record_far_into_a_row_is_found(long_row):
     assert (violation.check, violation.kind, violation.slot, violation.position) == ("chain", "link", slot, position)
     assert violation.expected_hash == int(engine.guard.records.hot[slot, r.CHAIN]) % (1 << 64)
     assert violation.expected_token == violation.stored_token == request.origin_input_ids[position]
+
+
+def test_half_a_million_wrong_records_are_as_many_reports_as_can_be_read(long_row):
+    engine, request = long_row
+    before = len(engine.violations)
+    slots = engine.rows.req_to_token[request.req_pool_idx, :MILLION:2].long()
+    hidden = sum(fields["hidden"] for name, fields in engine.reporter.events if name == "more")
+    engine.guard.records.hot[slots, r.CHAIN] ^= 1 << 40
+    start = time.perf_counter()
+    engine.decode(request)
+    seconds = time.perf_counter() - start
+    engine.guard.records.hot[slots, r.CHAIN] ^= 1 << 40
+    found = engine.violations[before:]
+
+    assert {(violation.check, violation.kind) for violation in found} == {("chain", "link")}
+    assert 0 < len(found) <= MAX_STRETCHES
+    assert [violation.position for violation in found] == list(range(0, 2 * len(found), 2))
+    more = sum(fields["hidden"] for name, fields in engine.reporter.events if name == "more")
+    assert more - hidden > MILLION // 4, "and the rest is counted"
+    assert seconds < 20, "less than one on two busy cores"
 
 
 def test_a_flipped_bit_in_one_of_the_last_slots_is_found(long_row):
