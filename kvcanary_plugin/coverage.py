@@ -50,6 +50,11 @@ _SERVERS = (
         "two tensor-parallel ranks, two replicas, two pipeline stages: `docs/ranks.md`",
         "faults on one rank, found there alone; in mode quarantine both tensor-parallel ranks end the request",
     ),
+    (
+        "CPU, 0.5.15, by hand",
+        "prefill and decode servers with mooncake over TCP: `docs/disaggregation.md`",
+        "the tokens of one server, nothing reported; pages that are lost or exchanged are found",
+    ),
     ("CPU, 0.5.15 and 0.5.23", "hierarchical cache, with a stand-in for SGLang's copy kernels", "`docs/hf3fs.md`"),
     (
         "H200",

@@ -13,6 +13,7 @@ from kvcanary_plugin.pool_patcher.patch import Patch
 from . import (
     allocators,
     control,
+    disaggregation,
     forward,
     hf3fs,
     hierarchical,
@@ -53,6 +54,7 @@ def declare_engine_patches(session: Session) -> list[Patch]:
         *moves.declare_patches(session),
         *memory.declare_patches(session),
         *hierarchical.declare_patches(session),
+        *disaggregation.declare_patches(session),
         *weights.declare_patches(session),
         *idle.declare_patches(session),
         *control.declare_patches(session),

@@ -10,7 +10,7 @@ from typing import Any
 from kvcanary_plugin.pool_patcher.patch import Field, fields_of
 from kvcanary_plugin.runtime.step import MAX_IN_FLIGHT
 
-from . import stages
+from . import disaggregation, stages
 from .speculation import FOLLOWED, SINCE, UNTIL, is_followed, list_draft_gaps
 
 MODULE = "sglang.srt.server_args"
@@ -73,6 +73,9 @@ MODE_GAPS = (
         "--disaggregation-mode",
         "KV arrives from another server without a forward",
         harmless="null",
+        is_covered=disaggregation.is_followed,
+        covered=f"prefill and decode servers from SGLang {disaggregation.SINCE} until {disaggregation.UNTIL}, backend "
+        f"{', '.join(disaggregation.BACKENDS)}, modes log and raise",
     ),
     ModeGap(
         "speculative_algorithm",
@@ -184,4 +187,5 @@ def list_mode_gaps(server_args: Any, mode: str = "log") -> list[str]:
         for gap in MODE_GAPS
         if gap.applies_to(getattr(server_args, gap.field, None))
     ]
-    return gaps + list_draft_gaps(server_args) + stages.list_stage_gaps(server_args, mode)
+    gaps += list_draft_gaps(server_args) + stages.list_stage_gaps(server_args, mode)
+    return gaps + disaggregation.list_transfer_gaps(server_args, mode)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcanary_plugin.pool_patcher.patch import Field, Patch, fields_of
 
+from . import disaggregation
 from .hierarchical import list_pool_gaps
 from .modes import SETTLED, list_mode_gaps, settle
 
@@ -60,6 +61,9 @@ def declare_patches(session: Session) -> list[Patch]:
                     gaps.append("encoder-decoder models are not covered yet (rows begin with the encoder's slots)")
                 if getattr(settings, "enable_hierarchical_cache", False):
                     gaps += list_pool_gaps(instance)
+                role = getattr(settings, "disaggregation_mode", None) or "null"
+                if role != "null":
+                    gaps += disaggregation.list_pool_gaps(instance)
                 ranks = find_ranks(instance)
                 replica = getattr(ranks, "dp_rank", None) or 0
                 # The turns of a session hand their slots on to each other without giving them back.
@@ -67,7 +71,15 @@ def declare_patches(session: Session) -> list[Patch]:
                 stage = replica * getattr(ranks, "pp_size", 1) + getattr(ranks, "pp_rank", 0)
                 rank = stage * ranks.tp_size + ranks.tp_rank
                 has_drafts = bool(settings.speculative_algorithm)
-                session.attach(instance, gaps, rank=rank, has_owners=has_owners, has_drafts=has_drafts)
+                session.attach(
+                    instance,
+                    gaps,
+                    rank=rank,
+                    has_owners=has_owners,
+                    has_drafts=has_drafts,
+                    role=role,
+                    ranks=ranks.tp_size,
+                )
                 if settings.enable_metrics:
                     session.heartbeat.export(rank)
             return result

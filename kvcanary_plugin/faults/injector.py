@@ -12,7 +12,7 @@ from ..config import BYTE_CHECKS
 from ..errors import ConfigError
 from ..report.reporter import Reporter
 from ..report.text import quote
-from . import host, library, speculation, stores
+from . import disaggregation, host, library, speculation, stores
 from .identity import IDENTITY_FAULTS
 from .library import Fault
 from .order import ORDER_FAULTS
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvcanary")
 
 BEFORE_FORWARD = library.FAULTS | stores.BEFORE_FORWARD | PART_FAULTS | IDENTITY_FAULTS | OWNERSHIP_FAULTS
-BEFORE_FORWARD |= speculation.STORE_FAULTS | host.HOST_FAULTS
+BEFORE_FORWARD |= speculation.STORE_FAULTS | host.HOST_FAULTS | disaggregation.TRANSFER_FAULTS
 AT_LAUNCH = stores.AT_LAUNCH | ORDER_FAULTS | host.LAUNCH_FAULTS
 FAULTS = (*BEFORE_FORWARD, *AT_LAUNCH, *speculation.PATH_FAULTS)
 # The check that finds a fault, where that is not chain.
@@ -42,6 +42,7 @@ FOUND_BY = {
     **dict.fromkeys(ORDER_FAULTS, "order"),
     **speculation.FOUND_BY,
     **host.FOUND_BY,
+    **disaggregation.FOUND_BY,
 }
 OPTIONS = ("layer", "half", "bit", "seed", "rank")
 _OF_TREE = ("free_cached", "abort_chunk", "foreign_entry")
@@ -209,6 +210,8 @@ def find_lack(name: str, guard: Guard) -> str | None:
         return "the pool has no space of a sliding window"
     if name in host.FOUND_BY and guard.traffic.transfers is None:
         return "no KV goes to host memory and back in this server"
+    if name in disaggregation.FOUND_BY and (guard.traffic.handover is None or not guard.traffic.handover.receives):
+        return "no KV comes from another server"
     if name in stores.AT_LAUNCH and not guard.pool.table.sources:
         return "what it stores elsewhere could not be put right with --kvcanary-content none"
     if name in _OF_TREE and guard.ledger is not None and guard.ledger.may_share:

@@ -118,6 +118,11 @@ class Control:
         guard, started = session.guard, session.config
         if guard is None:
             raise ConfigError(f"kvcanary: this server is {session.state}; there is no guard to change")
+        if change.mode == "off" and session.handover is not None:
+            raise ConfigError(
+                "kvcanary: in mode off the other server would take KV without records for damaged; stop both, and "
+                "start them without --kvcanary"
+            )
         if change.mode == "quarantine" and session.policy is None:
             raise ConfigError(
                 f"kvcanary: mode quarantine needs seams that a server started in mode {started.mode} has not wrapped; "

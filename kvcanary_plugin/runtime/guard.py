@@ -159,7 +159,7 @@ class Guard:
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool."""
         host = None if self.traffic.transfers is None else self.traffic.transfers.host
-        parts = self.ledger, self._order, host, self.traffic.drafts
+        parts = self.ledger, self._order, host, self.traffic.drafts, self.traffic.handover
         watched: list[Any] = [*self.spaces, *self.states, *filter(None, parts)]
         return sum(each.resident_bytes for each in watched)
 

@@ -23,6 +23,7 @@ from ..report.reporter import Reporter
 from .consensus import Consensus
 from .control import Change, Control
 from .guard import Guard
+from .handover import Handover, Infos
 from .heartbeat import Heartbeat
 from .ledger import Ledger
 from .load_order import LoadOrder
@@ -74,6 +75,8 @@ class Session:
         rank: int,
         has_owners: bool = True,
         has_drafts: bool = False,
+        role: str = "null",
+        ranks: int = 1,
     ) -> None:
         """Guard the pools of ``model_runner``, which were just allocated.
 
@@ -83,6 +86,8 @@ class Session:
             rank: of this process, for reports.
             has_owners: a slot belongs to one request at a time.
             has_drafts: forwards may verify trees of draft tokens.
+            role: ``prefill`` or ``decode`` of two servers, ``null`` of one that does both.
+            ranks: that share the heads of a layer.
 
         Raises:
             UncoveredError: the mode or the pool is not covered and ``--kvcanary-allow-uncovered`` was not given.
@@ -94,6 +99,8 @@ class Session:
             guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
             if has_drafts:
                 guard.follow_drafts()
+            if role != "null":
+                guard.traffic.open_handover(ranks, receives=role == "decode")
         except UncoveredError as error:
             self._waive(error)
             return
@@ -193,6 +200,29 @@ class Session:
         self.reporter.event(
             "changed", {**fields, "state": self.state, "mode": self.mode, "scrub_budget": guard.settings.scrub_budget}
         )
+
+    @property
+    def handover(self) -> Handover | None:
+        """What goes to or comes from another server; None if there is none, or nobody looks."""
+        return self.guard.traffic.handover if self.guard is not None else None
+
+    def splice(self, kv_cache: object, infos: Infos, halves: int) -> Infos:
+        """See :meth:`Handover.splice`; of a pool that is not guarded, ``infos``."""
+        guard, handover = self.guard, self.handover
+        if guard is None or handover is None or kv_cache is not guard.pool.kv_cache:
+            return infos
+        return handover.splice(infos, halves)
+
+    def take_over(self, request: Request, row: int, length: int, *, was_sent: bool) -> None:
+        """The KV of the first ``length`` tokens of ``request`` is there, unless ``was_sent`` is false."""
+
+        def act(guard: Guard) -> None:
+            if guard.traffic.handover is not None:
+                slots = guard.pool.req_to_token[row, :length]
+                take = guard.traffic.handover.take_over if was_sent else guard.traffic.handover.make_up
+                take(request, slots)
+
+        self._call(act)
 
     def guards(self, model_runner: Any) -> bool:
         """Whether forwards of this runner are guarded now."""

@@ -309,6 +309,11 @@ class Space:
             violations=self.violations,
         )
 
+    def seal(self, slots: torch.Tensor) -> None:
+        """Take the bytes that slots of this space (int64 (n,)) hold now for right."""
+        if self.scrubber is not None:
+            self._backend.seal_slots(records=self.records.hot, table=self.slots.table, slots=slots)
+
     def _time_one_slot(self) -> float:
         """Seconds one more slot in the rotating pass costs, measured here and now."""
         device = self.records.hot.device

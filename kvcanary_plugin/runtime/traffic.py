@@ -4,17 +4,19 @@ host memory. Noted as SGLang does it, and enqueued ahead of the next forward.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import GuardError
+from ..errors import GuardError, UncoveredError
 from ..kernels.backend import Backend
 from ..pool_patcher.spaces import GuardedPool
 from ..tiers import page_records
 from .backup_order import BackupOrder
 from .copies import Copies
+from .handover import Handover
 from .host_slots import FollowedSlots
 from .ledger import Ledger
 from .load_order import LoadOrder
@@ -33,6 +35,7 @@ class Traffic:
     Attributes:
         transfers: to host memory and back, None where there are none.
         drafts: trees of draft tokens that forwards verify, None where there are none.
+        handover: to or from another server, None where there is none.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Traffic:
     ) -> None:
         self.transfers: Transfers | None = None
         self.drafts: Drafts | None = None
+        self.handover: Handover | None = None
         self._pool = pool
         self._spaces = spaces
         self._ledger = ledger
@@ -135,6 +139,20 @@ class Traffic:
             self.transfers.order = LoadOrder(layer_count, device, describe_late)
             self.transfers.backups = BackupOrder(self._spaces[0].records.hot, describe_early)
         return self.transfers
+
+    def open_handover(self, ranks: int, *, receives: bool) -> None:
+        """KV of the guarded pool goes to another server, or comes from one; each has as many ``ranks``.
+
+        Raises:
+            UncoveredError: the pool has other spaces or states, whose rows travel by ways of their own.
+        """
+        if len(self._spaces) > 1 or self._pool.states:
+            raise UncoveredError(
+                f'prefill/decode disaggregation with pool "{self._pool.name}" is not covered yet (it has more than one '
+                "space, or a state of each request)"
+            )
+        name = hashlib.sha256(repr((ranks, self._pool.fingerprint)).encode()).hexdigest()
+        self.handover = Handover(self._spaces[0], self._truth, name[:12], receives=receives)
 
     def share_host(self, is_followed: Callable[[], bool]) -> None:
         """Storage code learns of host slots, and tells what it does with them, while ``is_followed``."""

@@ -73,7 +73,11 @@ def test_an_installation_as_expected():
     assert "HiSparseDSATokenToKVPool" in facts["uncovered"]
     refused = {f"other {gap.setting}" if gap.covered else gap.setting for gap in MODE_GAPS}
     assert refused < set(facts["refused"])
-    assert [text.split(":")[0] for text in facts["partly covered"]] == ["--speculative-algorithm", "--pp-size above 1"]
+    assert [text.split(":")[0] for text in facts["partly covered"]] == [
+        "--disaggregation-mode",
+        "--speculative-algorithm",
+        "--pp-size above 1",
+    ]
     assert "all seams as expected" in rendered(Checkup("0", (seams, coverage)))
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcanary_plugin.patches import stages
+from kvcanary_plugin.patches import disaggregation, stages
 from kvcanary_plugin.patches.allocators import declare_patches, slots_of_pages
 from kvcanary_plugin.patches.fence import Fence
 from kvcanary_plugin.patches.modes import list_mode_gaps
@@ -98,3 +98,20 @@ def test_a_launch_and_its_result_are_tied_by_what_both_have():
     # With stages the result that is processed is the one of the last stage.
     assert stages.pick_token(SimpleNamespace(ps=SimpleNamespace(pp_size=2)), batch, result) is batch
     assert stages.pick_token(SimpleNamespace(pp_size=2), batch, result) is batch
+
+
+def test_which_servers_of_two_are_followed(monkeypatch):
+    monkeypatch.setattr(disaggregation, "installed_sglang", lambda: "0.5.15")
+    role = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"}
+    assert stage_gaps(**role) == stage_gaps(**role | {"disaggregation_mode": "prefill"}) == []
+    for more, words in (
+        ({"disaggregation_transfer_backend": "nixl"}, "--disaggregation-transfer-backend nixl; covered is mooncake"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"disaggregation_decode_enable_radix_cache": True}, "radix cache on the decode side"),
+    ):
+        (gap,) = stage_gaps(**role | more)
+        assert words in gap
+    assert any("--kvcanary quarantine" in gap for gap in stage_gaps("quarantine", **role))
+    monkeypatch.setattr(disaggregation, "installed_sglang", lambda: "0.5.16")
+    (gap,) = stage_gaps(**role)
+    assert "--disaggregation-mode is not covered yet (KV arrives" in gap

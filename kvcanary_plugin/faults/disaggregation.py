@@ -1,0 +1,75 @@
+"""Faults of the way from a prefill to a decode server, put in where a transfer has just been found complete."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .library import Fault, Injected, bytes_of
+
+if TYPE_CHECKING:
+    from ..runtime.guard import Guard
+    from ..runtime.step import Step
+
+
+def drop_sent_page(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Have one page of a request not arrive: what was there before is still there."""
+
+    def drop(page: list[int], other: list[int]) -> None:
+        for slot, older in zip(page, other, strict=True):
+            for view in guard.pool.table.sources:
+                bytes_of(view.rows, slot).copy_(bytes_of(view.rows, older).roll(1))
+        assert guard.traffic.handover is not None
+        guard.traffic.handover.hot[page] = 0
+
+    return _damage(guard, step, rng, "chain", 1, drop)
+
+
+def swap_sent_pages(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Have two pages of a request arrive in each other's place, with their records."""
+
+    def swap(page: list[int], other: list[int]) -> None:
+        _exchange(guard, page, other)
+        assert guard.traffic.handover is not None
+        hot = guard.traffic.handover.hot
+        hot[page + other] = hot[other + page]
+
+    return _damage(guard, step, rng, "chain", 2, swap)
+
+
+def swap_sent_rows(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Have the KV of two pages arrive in each other's place, and their records in the right one."""
+    return _damage(guard, step, rng, "content", 2, lambda page, other: _exchange(guard, page, other))
+
+
+def _damage(
+    guard: Guard, step: Step, rng: random.Random, check: str, count: int, act: Callable[[list[int], list[int]], None]
+) -> Injected | None:
+    """Act on two whole pages of a request whose KV has just come; ``count`` of them are damaged."""
+    size = guard.pool.page_size
+    fitting = [index for index in step.started if step.prefix_lens[index] >= 2 * size]
+    if guard.traffic.handover is None or not guard.traffic.handover.is_coming or not fitting:
+        return None
+    index = rng.choice(fitting)
+    first, second = rng.sample(range(step.prefix_lens[index] // size), 2)
+    row = guard.pool.req_to_token[step.rows[index]]
+    places = [list(range(page * size, (page + 1) * size)) for page in (first, second)]
+    pages = [row[place].tolist() for place in places]
+    act(*pages)
+    slots, positions = (tuple(each for page in part[:count] for each in page) for part in (pages, places))
+    return Injected(check, slots, positions, {"request": step.requests[index].rid})
+
+
+def _exchange(guard: Guard, page: list[int], other: list[int]) -> None:
+    for view in guard.pool.table.sources:
+        for one, two in zip(page, other, strict=True):
+            kept = bytes_of(view.rows, one).clone()
+            bytes_of(view.rows, one).copy_(bytes_of(view.rows, two))
+            bytes_of(view.rows, two).copy_(kept)
+
+
+TRANSFER_FAULTS: dict[str, Fault] = {
+    fault.__name__: fault for fault in (drop_sent_page, swap_sent_pages, swap_sent_rows)
+}
+FOUND_BY = {"drop_sent_page": "chain", "swap_sent_pages": "chain", "swap_sent_rows": "content"}

@@ -1,0 +1,147 @@
+"""A prefill and a decode server, with SGLang's own queues and the mooncake backend over TCP on one host."""
+
+import contextlib
+import importlib.util
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from packaging.version import Version
+
+from kvcanary_plugin.demo.model import VOCABULARY
+from kvcanary_plugin.demo.server import Server, ServerError, free_port
+from kvcanary_plugin.demo.story import match_outcomes
+from kvcanary_plugin.versions import installed_sglang
+from tests.live.conftest import Guarded, describe
+
+
+def has_mooncake():
+    """It needs libibverbs as well, which a host without RDMA seldom has."""
+    with contextlib.suppress(ImportError):
+        return importlib.util.find_spec("mooncake") is not None and bool(importlib.import_module("mooncake.engine"))
+    return False
+
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(Version(installed_sglang()) != Version("0.5.15"), reason="covered for SGLang 0.5.15"),
+    pytest.mark.skipif(not has_mooncake(), reason="needs mooncake-transfer-engine-non-cuda and libibverbs1"),
+]
+ENVIRONMENT = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1", "SGLANG_HOST_IP": "127.0.0.1"}
+ALLOW = {"KVCANARY_ALLOW_INJECT": "1"}
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # pages take a kernel of SGLang
+POOL = "--max-total-tokens=3000"
+
+
+class Pair:
+    """A prefill server, and a decode server that gets its KV. A context manager."""
+
+    def __init__(self, model, folder, *, prefill=("--kvcanary=log",), decode=("--kvcanary=log",), flags=()):
+        self._bootstrap = free_port()
+        shared = [POOL, "--disaggregation-transfer-backend=mooncake", *flags]
+        shared += [f"--disaggregation-bootstrap-port={self._bootstrap}"]
+        self._stack = contextlib.ExitStack()
+        self._starts = [
+            (model, [*shared, f"--disaggregation-mode={role}", *own], folder / role)
+            for role, own in (("prefill", prefill), ("decode", decode))
+        ]
+        self._rooms = iter(range(1000, 10**9))
+
+    def __enter__(self):
+        for _, _, folder in self._starts:
+            folder.mkdir(exist_ok=True)
+        environment = {**ENVIRONMENT, **ALLOW, **INTERPRETED}
+        with contextlib.ExitStack() as stack:
+            self.prefill, self.decode = (
+                stack.enter_context(Guarded(*start, environment=environment)) for start in self._starts
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception):
+        self._stack.close()
+
+    def ask(self, prompt, new_tokens):
+        """What a router does: the same request to both, with the same room."""
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self._bootstrap, "bootstrap_room": next(self._rooms)}
+        first = threading.Thread(target=self._prefill, args=(prompt, new_tokens, where), daemon=True)
+        first.start()
+        try:
+            return self.decode.generate(prompt, new_tokens, **where)["output_ids"]
+        finally:
+            first.join(5)
+
+    def _prefill(self, prompt, new_tokens, where):
+        with contextlib.suppress(OSError):  # its own answer is of no use
+            self.prefill.generate(prompt, new_tokens, **where)
+
+    def ask_many(self, prompts, new_tokens=12):
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(lambda prompt: self.ask(prompt, new_tokens), prompts))
+
+    def violations(self):
+        return [*self.prefill.events("violation"), *self.decode.events("violation")]
+
+
+def make_prompts(count, seed=0, shared=40):
+    """Prompts, of which half begin alike."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(3, VOCABULARY) for _ in range(shared)]
+    return [
+        stem * (index % 2) + [rng.randrange(3, VOCABULARY) for _ in range(rng.choice((1, 15, 16, 17, 60, 130)))]
+        for index in range(count)
+    ]
+
+
+def answer_alone(model, log, prompts, page_size):
+    """What one server says, unguarded."""
+    flags = [POOL, f"--page-size={page_size}"]
+    with Server(model, flags, log, environment=INTERPRETED) as server, ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda prompt: server.generate(prompt, 12)["output_ids"], prompts))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_records_come_with_the_kv_and_nothing_is_reported(model, tmp_path, page_size):
+    answers = answer_alone(model, tmp_path / "log", make_prompts(24), page_size)
+    with Pair(model, tmp_path, flags=[f"--page-size={page_size}"]) as pair:
+        assert pair.ask_many(make_prompts(24)) == answers
+        for seed in range(1, 4):
+            pair.ask_many(make_prompts(24, seed), new_tokens=30)
+        for server in (pair.prefill, pair.decode):
+            assert server.process.poll() is None, server.tail()
+            assert [event["event"] for event in server.events() if event["event"] in ("detached", "uncovered")] == []
+        assert pair.violations() == [], describe(pair.violations())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_is_lost_or_exchanged_on_the_way_is_found_at_the_first_forward(model, tmp_path, page_size):
+    faults = ["drop_sent_page", "swap_sent_pages", "swap_sent_rows"]
+    spec = ";".join(f"{name}@{60 + 60 * place}" for place, name in enumerate(faults))
+    decode = ["--kvcanary=log", f"--kvcanary-inject={spec}"]
+    with Pair(model, tmp_path, decode=decode, flags=[f"--page-size={page_size}"]) as pair:
+        for seed in range(20):
+            pair.ask_many(make_prompts(12, seed), new_tokens=20)
+            if len(pair.decode.events("injected")) == len(faults):
+                break
+        assert pair.prefill.events("violation") == []
+    outcomes, unexplained = match_outcomes(pair.decode.events())
+    assert [outcome.injected["fault"] for outcome in outcomes] == faults, describe(pair.decode.events())
+    for outcome in outcomes:
+        assert outcome.is_found, outcome
+        assert outcome.forwards == 0
+        assert {violation["position"] for violation in outcome.found} <= set(outcome.injected["positions"])
+    assert unexplained == [], describe(unexplained)
+
+
+@pytest.mark.parametrize("guarded", ["prefill", "decode"])
+def test_a_server_that_sends_no_records_is_turned_away(model, tmp_path, guarded):
+    """Else one side would write where the other does not look for it."""
+    other = {"prefill": "decode", "decode": "prefill"}[guarded]
+    with Pair(model, tmp_path, **{other: ["--kvcanary=off"]}) as pair:
+        with pytest.raises((OSError, ServerError)):
+            pair.ask([5, 6, 7, 8] * 8, 8)
+        log = pair.decode.log.read_text()
+    assert "KV cache dtype mismatch" in log
+    assert "with records kvcanary-1" in log
