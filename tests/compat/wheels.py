@@ -13,6 +13,7 @@ from pathlib import Path
 PARTS = (
     "managers",
     "model_executor",
+    "disaggregation",
     "mem_cache",
     "arg_groups",
     "beam_search",
