@@ -127,7 +127,10 @@ def test_unquoted_off_in_yaml_means_off(parse, tmp_path, monkeypatch):
         (["--kvcanary=log", "--kvcanary-log=/no/such/folder/events.jsonl"], "cannot append to --kvcanary-log"),
         (["--kvcanary=log", "--kv-canary=log"], "exclude each other"),
         (["--kvcanary=log", "--enable-lmcache"], "--enable-lmcache is not covered yet"),
-        (["--kvcanary=log", "--disaggregation-mode=prefill"], "--disaggregation-mode is not covered yet"),
+        (
+            ["--kvcanary=log", "--disaggregation-mode=prefill", "--disaggregation-transfer-backend=nixl"],
+            "is not covered yet with --disaggregation-transfer-backend nixl",
+        ),
         (["--kvcanary=log", "--speculative-algorithm=DFLASH"], "--speculative-algorithm is not covered yet"),
         (["--kvcanary=log", "--enable-pdmux"], "--enable-pdmux is not covered yet"),
         (["--kvcanary=log", "--use-ray"], "--use-ray is not covered yet"),
