@@ -26,6 +26,7 @@ CPU_FLAGS = (
     "--mem-fraction-static=0.1",
 )
 START_TIMEOUT_S = 240.0
+DERIVED_PORT = 10000  # what SGLang adds to its port for gRPC
 
 
 class ServerError(RuntimeError):
@@ -33,11 +34,16 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago on loopback. SGLang also uses ports up to 10000 above its own."""
+    """A TCP port that was free a moment ago on loopback, and so was the one that SGLang derives from it.
+
+    Below those that Linux gives to outgoing connections (from 32768): seconds pass until the server binds it, and
+    its own processes connect to each other in the meantime.
+    """
     while True:
-        port = random.randrange(20000, 50000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        port = random.randrange(11000, 22000)
+        with socket.socket() as probe, socket.socket() as derived, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            derived.bind(("127.0.0.1", port + DERIVED_PORT))
             return port
 
 

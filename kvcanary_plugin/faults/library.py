@@ -44,10 +44,10 @@ Fault = Callable[["Guard", "Step", random.Random, dict[str, str]], Injected | No
 
 def flip_running(guard: Guard, step: Step, rng: random.Random, options: dict[str, str]) -> Injected | None:
     """Flip one bit of K or V of one layer in a slot that a running request will read."""
-    index = pick_request(step, rng, at_least=1)
+    index = pick_request(step, rng, at_least=guard.pool.page_size)
     if index is None:
         return None
-    position = rng.randrange(step.prefix_lens[index])
+    position = rng.randrange(_kept_length(guard, step, index))
     slot = int(guard.pool.req_to_token[step.rows[index], position])
     return _flip_bit(guard, slot, position, rng, options, {"request": step.requests[index].rid})
 
@@ -112,10 +112,10 @@ def alias_row(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -
 
 def overwrite_slot(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
     """Store the KV of another token over a slot that a running request will read, in every layer."""
-    index = pick_request(step, rng, at_least=2)
+    index = pick_request(step, rng, at_least=max(2, guard.pool.page_size))
     if index is None:
         return None
-    position, other = rng.sample(range(step.prefix_lens[index]), 2)
+    position, other = rng.sample(range(_kept_length(guard, step, index)), 2)
     entries = guard.pool.req_to_token[step.rows[index]]
     slot, source = int(entries[position]), int(entries[other])
     for view in guard.pool.table.sources:
@@ -132,6 +132,13 @@ def pick_request(step: Step, rng: random.Random, *, at_least: int) -> int | None
     """Index of a request of the batch that reads as many positions."""
     suitable = [index for index, length in enumerate(step.prefix_lens) if length >= at_least]
     return rng.choice(suitable) if suitable else None
+
+
+def _kept_length(guard: Guard, step: Step, index: int) -> int:
+    """Positions that a request has read and the prefix cache takes over when it ends: those of whole pages. What is
+    freed with the request, a few forwards later, may be free before the content pass comes by.
+    """
+    return step.prefix_lens[index] // guard.pool.page_size * guard.pool.page_size
 
 
 def bytes_of(rows: torch.Tensor, slot: int) -> torch.Tensor:

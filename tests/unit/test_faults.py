@@ -230,6 +230,19 @@ def test_every_fault_is_promised_to_a_check():
     assert {FOUND_BY.get(name, "chain") for name in IDENTITY_FAULTS} == {"identity", "chain"}
 
 
+@pytest.mark.parametrize("name", ["flip_running", "overwrite_slot"])
+def test_bytes_are_damaged_where_they_stay_until_the_pass_comes_by(name):
+    """What lies in a page that is not full yet is freed with its request, maybe a forward later."""
+    engine = Engine(page_size=16, inject=f"{name}@3")
+    request = engine.request(9)
+    engine.prefill(request)
+    engine.run(request, steps=6)
+    assert [event for event, _ in engine.reporter.events if event == "injected"] == []
+
+    engine.run(request, steps=20)
+    assert max(injected_into(engine)["positions"]) < 16
+
+
 def test_options_choose_the_bit():
     engine = Engine(inject="flip_running@3:layer=1,half=V,bit=17")
     request = engine.request(30)
