@@ -4,12 +4,13 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
 import pytest
 import redis
+
+from kvcanary_plugin.demo.server import free_port
 
 REQUIRE_VARIABLE = "KVCANARY_REQUIRE_REDIS"
 
@@ -31,9 +32,7 @@ class RedisServer:
     def __init__(self, folder):
         self.folder = folder
         self.program = find_redis_server()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()  # of no connection: while it is down, clients try to reach it again and again
         self.process = None
         self.start()
 
