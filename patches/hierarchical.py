@@ -91,7 +91,9 @@ def _declare_controllers(session: Session) -> list[Patch]:
             gaps = list_host_gaps(instance, covered)
             allocator = instance.mem_pool_device_allocator
             host_pool, counter = host_pool_of(instance), instance.layer_done_counter
-            session.open_host(allocator, host_pool, lambda: bool(instance.enable_storage), gaps, counter.num_layers)
+            session.hierarchy.open(
+                allocator, host_pool, lambda: bool(instance.enable_storage), gaps, counter.num_layers
+            )
             for each in (counter, *counter.events):
                 setattr(each, POOL, host_pool)
             return result
@@ -103,7 +105,7 @@ def _declare_controllers(session: Session) -> list[Patch]:
         result = wrapped(*args, **kwargs)
         if copies:
             event = instance.ack_write_queue[-1].finish_event
-            session.note_transfer(
+            session.hierarchy.note_transfer(
                 host_pool_of(instance), lambda transfers, step: transfers.note_backup(copies, event, step)
             )
         return result
@@ -111,16 +113,18 @@ def _declare_controllers(session: Session) -> list[Patch]:
     def start_loading(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         copies = [_read(operation) for operation in instance.load_queue]
         if copies:
-            session.note_transfer(host_pool_of(instance), lambda transfers, _: transfers.begin_load())
+            session.hierarchy.note_transfer(host_pool_of(instance), lambda transfers, _: transfers.begin_load())
         result = wrapped(*args, **kwargs)
         if copies:
             event = instance.ack_load_queue[-1].finish_event
-            session.note_transfer(host_pool_of(instance), lambda transfers, _: transfers.note_load(copies, event))
+            session.hierarchy.note_transfer(
+                host_pool_of(instance), lambda transfers, _: transfers.note_load(copies, event)
+            )
         return result
 
     def back_up(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = args[2] if len(args) > 2 else kwargs["device_indices"]
-        session.note_transfer(instance, lambda transfers, step: transfers.begin_backup(device, step))
+        session.hierarchy.note_transfer(instance, lambda transfers, step: transfers.begin_backup(device, step))
         return wrapped(*args, **kwargs)
 
     owner, only = "HiCacheController", ("HiCacheController",)
@@ -176,14 +180,14 @@ def _declare_layers(session: Session) -> list[Patch]:
     def complete(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer, pool = args[0] if args else kwargs["layer_index"], getattr(instance, POOL, None)
         if pool is not None:
-            session.note_layer(pool, lambda order: order.note_layer(layer))
+            session.hierarchy.note_layer(pool, lambda order: order.note_layer(layer))
         return wrapped(*args, **kwargs)  # behind the ticket: whoever waits for this has to find it
 
     def wait_until(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = wrapped(*args, **kwargs)
         layer, pool = args[0] if args else kwargs["threshold"], getattr(instance, POOL, None)
         if pool is not None:
-            session.note_layer(pool, lambda order: order.note_use(layer))
+            session.hierarchy.note_layer(pool, lambda order: order.note_use(layer))
         return result
 
     why = "learns when a layer has come back"
@@ -233,17 +237,17 @@ def _declare_trees() -> list[Patch]:
 def _declare_host_pools(session: Session) -> list[Patch]:
     def alloc(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = wrapped(*args, **kwargs)
-        session.note_transfer(instance, lambda transfers, _: transfers.note_alloc(slots))
+        session.hierarchy.note_transfer(instance, lambda transfers, _: transfers.note_alloc(slots))
         return slots
 
     def free(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = args[0] if args else kwargs["indices"]
-        session.note_transfer(instance, lambda transfers, _: transfers.note_free(slots))
+        session.hierarchy.note_transfer(instance, lambda transfers, _: transfers.note_free(slots))
         return wrapped(*args, **kwargs)
 
     def clear(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = wrapped(*args, **kwargs)
-        session.note_transfer(instance, lambda transfers, _: transfers.clear())
+        session.hierarchy.note_transfer(instance, lambda transfers, _: transfers.clear())
         return result
 
     def declare(module: str, since: str, until: str | None) -> list[Patch]:

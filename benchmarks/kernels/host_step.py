@@ -49,7 +49,7 @@ class DecodeLoop:
         self._reporter = Reporter()
         self.guard = Guard(pool, Config(mode="log"), self._reporter)
         if not captured:
-            self.guard._captured = None
+            self.guard._captured = self.guard._opening._captured = None
         if self.guard.ledger is not None:
             self.guard.ledger.note_alloc(slots.flatten())  # there is no allocator here that could tell it
         tokens = torch.randint(0, 128_000, (bs, length))

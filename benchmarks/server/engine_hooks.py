@@ -72,7 +72,7 @@ def take_commands() -> None:
     from kvcanary_plugin.runtime.session import Session
 
     apply, attach, install = Control.apply, Session.attach, activate._install_engine
-    call = Session._call
+    call = Session.call
     spent = 0.0
 
     def apply_or_inject(self: Any, text: str) -> bool:
@@ -117,7 +117,7 @@ def take_commands() -> None:
     gc.callbacks.append(watch_collector)
     for owner, name, value in (
         (Control, "apply", apply_or_inject),
-        (Session, "_call", watched_call),
+        (Session, "call", watched_call),
         (Session, "attach", timed_attach),
         (activate, "_install_engine", timed_install),
     ):

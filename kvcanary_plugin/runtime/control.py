@@ -103,7 +103,7 @@ class Control:
             logger.warning("%s (refused; nothing was changed)", error)
             self._lasts.append({"id": change.id, "accepted": False, "why": str(error)})
             return False
-        self._session.change(change)
+        self._take_over(change)
         is_done = self._session.guard is not None
         why = (
             ""
@@ -142,6 +142,29 @@ class Control:
                 raise ConfigError("kvcanary: an audit goes over the bytes and needs the check content, which is off")
             if session.is_paused or change.mode == "off":
                 raise ConfigError("kvcanary: an audit needs a guard at work; this one is in mode off")
+
+    def _take_over(self, change: Change) -> None:
+        session = self._session
+        session.call(lambda guard: guard.conclude())
+        guard = session.guard
+        if guard is None:
+            return  # it has just detached
+        if change.mode is not None:
+            session.mode = change.mode
+            guard.settings.set_mode(change.mode, session.policy)
+            if change.mode == "off":
+                session.is_paused = True
+                guard.passes.stop_audit("the mode was set to off")
+        if change.checks is not None:
+            guard.settings.set_checks(change.checks)
+        if change.scrub_budget is not None:
+            guard.settings.set_scrub_budget(change.scrub_budget)
+        if change.audit:
+            guard.passes.start_audit()
+        logger.info("kvcanary: changed while running: %s; now %s in mode %s", change, session.state, session.mode)
+        fields = {"id": change.id, "audit": change.audit, "checks": list(guard.checks), "state": session.state}
+        scrub_budget = guard.settings.scrub_budget
+        session.reporter.event("changed", {**fields, "mode": session.mode, "scrub_budget": scrub_budget})
 
     def describe(self) -> dict[str, Any]:
         """The state of this rank, plain values. No token, request or key is named in it."""

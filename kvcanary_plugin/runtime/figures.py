@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..tiers.outcomes import PageTotals
-from .scrubber import Scrubber
+from .space import Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,15 @@ class Sweep:
     oldest_monotonic: float
 
     @classmethod
-    def of(cls, scrubber: Scrubber, pool: str, bytes_per_slot: int) -> Sweep:
-        """Of the passes that ``scrubber`` leads over ``pool``."""
+    def of(cls, space: Space) -> Sweep | None:
+        """Of the passes over ``space``; None if its bytes are not looked at."""
+        scrubber = space.scrubber
+        if scrubber is None:
+            return None
         return cls(
-            pool=pool,
+            pool=space.title,
             folded=scrubber.folded,
-            folded_bytes=scrubber.folded * bytes_per_slot,
+            folded_bytes=scrubber.folded * space.slots.table.bytes_per_slot,
             passes=scrubber.passes,
             period_forwards=scrubber.period_forwards,
             period_seconds=scrubber.period_seconds,
@@ -63,6 +66,11 @@ class Figures:
     verified: int = 0
     stored: int = 0
     sweeps: tuple[Sweep, ...] = ()
+
+    @classmethod
+    def of(cls, spaces: Sequence[Space], forwards: int, verified: int, stored: int) -> Figures:
+        """Of a guard with ``spaces``, the main one first."""
+        return cls(forwards, verified, stored, tuple(sweep for space in spaces if (sweep := Sweep.of(space))))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; of the passes those of the first numbering, but all slots and bytes they went over."""

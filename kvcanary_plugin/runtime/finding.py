@@ -73,7 +73,7 @@ class Finder:
 
     def __init__(self, guard: Guard) -> None:
         self._pool = guard.pool
-        self._spaces = {guard.name_of(space): space for space in guard.spaces}
+        self._spaces = {space.title: space for space in guard.spaces}
         self._records = guard.records
         self._truth = guard.truth
 

@@ -6,38 +6,24 @@ already be changing, so :meth:`after` uses private copies only.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..config import Config
-from ..errors import GuardError, UncoveredError
+from ..errors import GuardError
 from ..faults.injector import Injector
-from ..kernels.backend import pick_backend
 from ..pool_patcher.records import ShadowRecords
 from ..pool_patcher.spaces import GuardedPool
 from ..report.reporter import Reporter
-from .ahead import Ahead
-from .batch import BatchBuffers
-from .diagnosis import RowHistory
-from .figures import Figures, Sweep
-from .idle import IdlePass
-from .images import NO_MARKS, locate_marks
-from .judge import Judge, Policy
-from .launches import MAX_CAPTURED_REQUESTS, CapturedDecode, Launches
-from .ledger import Ledger
-from .order import Order
+from .figures import Figures
+from .parts import make_parts
 from .scrubber import Scrubber
-from .settings import Settings
-from .space import Space
-from .speculation import Drafts, Trees
-from .state import StateWatch
-from .step import MAX_IN_FLIGHT, Step
-from .traffic import Traffic
-from .truth import Request, TruthTable
-from .weights import WeightUpdates
+from .speculation import Trees
+from .step import Step
+from .truth import Request
+from .verdicts import Verdicts
 
 
 class Guard:
@@ -53,6 +39,7 @@ class Guard:
         verified, stored: see :class:`Figures`.
         rank: of this process, for reports.
         traffic: what happens to slots between forwards.
+        passes: over the bytes of the pool, beside what forwards read.
         ahead: compiles its kernels ahead of their first use, where there are kernels.
         settings: what of it can be changed while it runs.
     """
@@ -62,88 +49,26 @@ class Guard:
     ) -> None:
         """``has_owners``: a slot belongs to one request at a time, so that it can be said whose it is."""
         device = pool.req_to_token.device
+        parts = make_parts(pool, config, reporter, rank, has_owners=has_owners)
         self.pool = pool
         self.config = config
-        self.forwards = 0
         self.rank = rank
-        self.truth = TruthTable(pool.req_to_token.shape[0], pool.fingerprint)
+        self.forwards = self.verified = self.stored = 0
+        self.spaces, self.states, self.ledger, self.truth = parts.spaces, parts.states, parts.ledger, parts.truth
+        self.traffic, self.passes, self.settings, self.ahead = parts.traffic, parts.passes, parts.settings, parts.ahead
+        rings = [space.ring for space in self.spaces] + [watch.ring for watch in self.states]
+        self.verdicts = Verdicts(rings, device, self._judge_step)
         self._reporter = reporter
         self._on_host = device.type == "cpu"
-        self._history = RowHistory()
-        backend = pick_backend(device)
-        main = Space(pool.main, 0, pool, config, backend, MAX_IN_FLIGHT)
-        companions = enumerate(pool.companions, 1)
-        self.spaces = (
-            main,
-            *(Space(slots, index, pool, config, backend, MAX_IN_FLIGHT, main) for index, slots in companions),
-        )
-        self._scrubbers = [space.scrubber for space in self.spaces if space.scrubber is not None]
-        self.states = tuple(StateWatch(state, config, backend, MAX_IN_FLIGHT) for state in pool.states)
-        self.ledger: Ledger | None = None
-        if "ownership" in config.checks and has_owners and not pool.shares_slots:
-            self.ledger = Ledger(
-                allocator=pool.allocator, req_to_token=pool.req_to_token, records=self.records, backend=backend
-            )
-        self._judge = Judge(
-            pool,
-            self.spaces,
-            self.states,
-            self.ledger,
-            self.truth,
-            self._history,
-            config,
-            reporter,
-            backend.scatter_req_token_ids,
-            rank,
-        )
-        rings = [space.ring for space in self.spaces] + [watch.ring for watch in self.states]
-        self._steps = [Step([ring[place] for ring in rings], device) for place in range(MAX_IN_FLIGHT)]
-        self._launched: deque[tuple[Any, Step]] = deque()
+        self._judge, self._weights, self._opening = parts.judge, parts.weights, parts.opening
+        self._order, self._launches, self._captured = parts.order, parts.launches, parts.captured
         self._announced: Step | None = None
         self._running: Step | None = None
         self._stream: Any = None
-        self._weights = WeightUpdates(
-            self.truth, self.records, reporter, self._judge.diagnosis, is_strict=config.has_strict_weights
-        )
-        self._backend = backend
-        self.traffic = Traffic(pool, self.spaces, self.ledger, self.truth, backend)
-        self.verified = self.stored = 0
-        self._idle = IdlePass(backend, self.spaces, device)
-        self._batch = BatchBuffers(device, len(pool.companions))
-        self._order: Order | None = None
-        if "order" in config.checks and Order.is_needed(device):
-            self._order = Order(backend, device)
-        self._launches = Launches(backend, self.spaces, self.ledger, self._order, rows_tell="chain" in config.checks)
-        self._captured = (
-            CapturedDecode(self._launches, device, len(pool.companions)) if CapturedDecode.serves(device) else None
-        )
-        self.settings = Settings(
-            config,
-            self.spaces,
-            self.ledger,
-            self._order,
-            self._judge,
-            self._launches,
-            self._captured,
-            self._idle,
-            on_host=self._on_host,
-        )
-        self.ahead = Ahead(self._launches, self.spaces, self.ledger, device)
-        if Ahead.serves(backend, device):
-            self.ahead.start()
         self.injector = Injector.parse(config.inject) if config.inject else None
         if self.injector is not None:
             self.injector.keep_rank(rank)
             self.injector.check_against(pool.table, self.settings.possible)
-
-    @property
-    def policy(self) -> Policy | None:
-        """What is done about violations beyond reporting them; None for nothing."""
-        return self._judge.policy
-
-    @policy.setter
-    def policy(self, policy: Policy | None) -> None:
-        self._judge.policy = policy
 
     @property
     def stream(self) -> Any:
@@ -179,22 +104,7 @@ class Guard:
         Raises:
             CorruptionError: something is damaged and the mode is ``raise``.
         """
-        while self._launched:
-            self._read(self._launched.popleft()[1])
-
-    def follow_drafts(self) -> None:
-        """Forwards may verify trees of draft tokens from now on.
-
-        Raises:
-            UncoveredError: the pool has parts in which the accepted path is chosen by ways of its own.
-        """
-        if len(self.spaces) > 1 or self.states:
-            raise UncoveredError(
-                f'speculative decoding with pool "{self.pool.name}" is not covered yet (it has more than one space, '
-                "or a state of each request)"
-            )
-        rows = self.pool.req_to_token
-        self.traffic.drafts = Drafts(self._backend, self.spaces[0], rows.shape[0], rows.device)
+        self.verdicts.conclude()
 
     def reset(self) -> None:
         """Start over with a pool that holds nothing, after a time in which nobody looked."""
@@ -219,36 +129,11 @@ class Guard:
             nodes: size of the tree of draft tokens that the forward verifies for each, 0 if it verifies none.
         """
         self.forwards += 1
-        step = self._steps[self.forwards % MAX_IN_FLIGHT]
-        self._read(step)
-        step.number = self.forwards
-        # A copy, because SGLang extends its list in place.
-        step.requests, step.rows, step.prefix_lens = list(requests), rows, prefix_lens
-        step.verify_total, step.write_total, step.started = sum(prefix_lens), sum(write_lens), ()
-        step.marks, step.found = NO_MARKS, []
+        step = self.verdicts.take_step(self.forwards)
+        host = self._opening.open(step, requests, rows, prefix_lens, write_lens, nodes)
         if self.spaces[0].verifies:
             self.verified += step.verify_total
         self.stored += step.write_total
-        # Every request stores at least one token.
-        step.nodes = nodes
-        is_even = not nodes and 0 < step.write_total == len(requests)
-        step.is_decode = is_even and len(requests) <= MAX_CAPTURED_REQUESTS and self._captured is not None
-        if step.is_decode and self._captured is not None:
-            batch = self._captured.batch_of(len(requests))
-        else:
-            batch = self._batch.batch_of(len(requests), step.write_total)
-        self._weights.note_mixed(step)
-        truth = self.truth.advance(requests, rows, prefix_lens, is_even=not nodes)
-        step.started = truth.started
-        if not nodes and not self.truth.is_generating:  # an image may end with the one token of a chunk
-            step.marks = locate_marks(requests, prefix_lens, write_lens)
-        for index in step.started:
-            self._history.note(rows[index], step.number, requests[index].rid)
-        owners = None
-        if self.ledger is not None:
-            owners = self.ledger.seat(step.number, step.requests, truth.rows, step.started)
-        host = step.open(batch)
-        host.fill(step.number, truth, write_lens, owners, is_even=is_even)
         if self.injector is not None:
             self.injector.at_launch(self, step, self._reporter)
         if self._order is not None:
@@ -274,7 +159,6 @@ class Guard:
         step, self._announced = self._announced, None
         if step is None:
             return  # a dummy forward: nothing was scheduled
-        self._idle.is_woken = True
         if not self._on_host and not step.is_decode:  # asking costs as much as a launch; all forwards use one stream
             self._stream = torch.get_device_module(out_cache_loc.device).current_stream()
         if self.injector is not None:
@@ -290,14 +174,7 @@ class Guard:
         assert batch is not None
         assert host is not None
         self._running = step
-        for space in self.spaces:
-            if space.scrubber is not None:
-                # Decode steps are recorded, a graph for each number of slots.
-                piece = space.scrubber.next_range(may_vary=not step.is_decode) if space.folds else (0, 0)
-                step.scrubs[space.index] = piece
-                host.set_scrub(space.index, step.scrubs[space.index][0])
-        if self.settings.audit is not None:
-            self.settings.audit.note_enqueued(step.number)
+        self.passes.assign(step, host)
         inputs = input_ids.contiguous(), out_cache_loc.contiguous(), req_pool_indices[:bs].contiguous()
         if not self._on_host:
             host.set_inputs(*inputs)
@@ -321,7 +198,6 @@ class Guard:
             for space in self.spaces:
                 if space.folds:
                     self.traffic.check_prefix(space, step, index)
-        step.is_timed = bs > 0 and any(scrubber.wants_timing for scrubber in self._scrubbers)
         step.note_begin()
 
     def after(self) -> None:
@@ -376,9 +252,7 @@ class Guard:
 
     def note_launched(self, result: object) -> None:
         """Tie the latest step to the object whose arrival at :meth:`settle` means that SGLang processes its result."""
-        step = self._steps[self.forwards % MAX_IN_FLIGHT]
-        if step.is_open:
-            self._launched.append((result, step))
+        self.verdicts.note_launched(self.forwards, result)
 
     def settle(self, result: object) -> None:
         """Read the verdict of the step that gave ``result``, and of any before it.
@@ -386,21 +260,12 @@ class Guard:
         Raises:
             CorruptionError: something is damaged and the mode is ``raise``.
         """
-        if not any(known is result for known, _ in self._launched):
-            return
-        while self._launched:
-            known, step = self._launched.popleft()
-            self._read(step)
-            if known is result:
-                return
+        self.verdicts.settle(result)
 
-    def _read(self, step: Step) -> None:
-        if not step.is_open:
-            return
+    def _judge_step(self, step: Step) -> None:
         self.traffic.read(step)
         self._judge.judge(step)
-        if self.settings.audit is not None:
-            self.settings.audit.note_judged(step.number, self._reporter.counts)
+        self.passes.note_judged(step.number)
 
     def idle(self) -> None:
         """The server has nothing to do: fold on at full pace. Waits for the device.
@@ -408,12 +273,9 @@ class Guard:
         Raises:
             CorruptionError: something is damaged and the mode is ``raise``.
         """
-        if self._launched or self._announced is not None or self._running is not None:
+        if self.verdicts.is_under_way or self._announced is not None or self._running is not None:
             return  # a forward is under way after all
-        self._idle.run(self._stream, self.forwards, self._prepare_idle, self._judge.judge)
-        if self.settings.audit is not None:
-            self.settings.audit.note_enqueued(self.forwards)
-            self.settings.audit.note_judged(self.forwards, self._reporter.counts)
+        self.passes.run_idle(self._stream, self.forwards, self._prepare_idle, self._judge.judge)
 
     def open_host(self, host_pool: Any, has_storage: Callable[[], bool], layer_count: int) -> None:
         """See :meth:`Traffic.open_host`."""
@@ -432,22 +294,13 @@ class Guard:
 
     def describe(self) -> dict[str, Any]:
         """How far it has come, as plain values."""
-        audit = self.settings.audit
+        audit = self.passes.audit
         return {**self.figures.to_dict(), "audit": None if audit is None else audit.describe()}
 
     @property
     def figures(self) -> Figures:
         """What was done so far, and how far back the passes reach."""
-        sweeps = (
-            Sweep.of(space.scrubber, self.name_of(space), space.slots.table.bytes_per_slot)
-            for space in self.spaces
-            if space.scrubber is not None
-        )
-        return Figures(self.forwards, self.verified, self.stored, tuple(sweeps))
-
-    def name_of(self, space: Space) -> str:
-        """What reports call ``space``."""
-        return f"{self.pool.name}/{space.slots.name}" if space.index else self.pool.name
+        return Figures.of(self.spaces, self.forwards, self.verified, self.stored)
 
     def _prepare_idle(self) -> None:
         self.traffic.apply(self.forwards)

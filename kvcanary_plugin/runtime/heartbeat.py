@@ -120,7 +120,7 @@ def describe_guard(guard: Guard, rank: int) -> Metrics:
     return Metrics(
         rank,
         guard.pool.name,
-        slots={guard.name_of(space): space.slots.slot_count for space in guard.spaces},
+        slots={space.title: space.slots.slot_count for space in guard.spaces},
         states=[f"{guard.pool.name}/{watch.state.name}" for watch in guard.states],
         resident_bytes=guard.resident_bytes,
     )

@@ -76,11 +76,9 @@ class Judge:
         self._reporter = reporter
         self._scatter = scatter
         self._on_host = pool.req_to_token.device.type == "cpu"
-        names = [pool.name] + [f"{pool.name}/{space.slots.name}" for space in spaces[1:]]
         recognises = "identity" in config.checks
         self._diagnoses = [
-            Diagnosis(space.slots, name, truth, history, rank, checks_identity=recognises)
-            for space, name in zip(spaces, names, strict=True)
+            Diagnosis(space.slots, space.title, truth, history, rank, checks_identity=recognises) for space in spaces
         ]
         self.diagnosis = self._diagnoses[0]
         self._diagnoses += [

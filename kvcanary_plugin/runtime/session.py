@@ -18,18 +18,18 @@ import torch.distributed as dist
 from ..config import Config
 from ..errors import CorruptionError, UncoveredError
 from ..pool_patcher.adapters import adapt_model_runner
+from ..report.attached import announce_guard
 from ..report.jsonl import EventLog
 from ..report.reporter import Reporter
 from .consensus import Consensus
-from .control import Change, Control
+from .control import Control
 from .guard import Guard
 from .handover import Handover, Infos
 from .heartbeat import Heartbeat
+from .hierarchy import Hierarchy
 from .ledger import Ledger
-from .load_order import LoadOrder
 from .policy import Levers, Quarantine
 from .speculation import Trees
-from .transfers import Transfers
 from .truth import Request
 
 logger = logging.getLogger("kvcanary")
@@ -48,6 +48,7 @@ class Session:
         policy: what is done about damage; None in other modes than quarantine, and before the scheduler is ready.
         mode: in force now, which may be changed while the server runs.
         control: takes such changes.
+        hierarchy: takes what happens on the way to host memory and back.
         heartbeat: says how things stand, also when the guard is gone.
         is_paused: nobody looks: the mode is ``off``, or was, and the cache was not flushed since.
         is_released: nobody looks: the server has given the memory of its KV back.
@@ -62,6 +63,7 @@ class Session:
         self.control = Control(self)
         self.is_paused = False
         self.is_released = False
+        self.hierarchy = Hierarchy(self)
         self.heartbeat = Heartbeat(self)
         self._model_runner: Any = None
         self._is_waived = False
@@ -98,45 +100,15 @@ class Session:
             pool = adapt_model_runner(model_runner, self.config.content if self.config.reads_rows else "none")
             guard = Guard(pool, self.config, self.reporter, rank=rank, has_owners=has_owners)
             if has_drafts:
-                guard.follow_drafts()
+                guard.traffic.open_drafts()
             if role != "null":
                 guard.traffic.open_handover(ranks, receives=role == "decode")
         except UncoveredError as error:
-            self._waive(error)
+            self.waive(error)
             return
         self.guard = guard
         self._model_runner = model_runner
-        bytes_per_slot = sum(space.table.bytes_per_slot for space in (pool.main, *pool.companions))
-        periods = [space.scrubber.period_forwards for space in guard.spaces if space.scrubber is not None]
-        scrub = f", first content pass {max(periods)} forwards" if periods else ""
-        logger.info(
-            'kvcanary: guarding pool "%s": %d slots of %d bytes, checks %s, mode %s, %.1f bytes a slot resident%s',
-            pool.name,
-            pool.slot_count,
-            bytes_per_slot,
-            "+".join(guard.checks),
-            self.config.mode,
-            guard.resident_bytes / pool.slot_count,
-            scrub,
-        )
-        if has_drafts:
-            logger.warning("kvcanary: a draft model's pool is not guarded: it only proposes what the target decides")
-        if left_out := guard.settings.missing:
-            logger.warning("kvcanary: not checked, because it cannot be in this server: %s", ", ".join(left_out))
-        self.reporter.event(
-            "attached",
-            {
-                "pool": pool.name,
-                "rank": rank,
-                "slots": pool.slot_count,
-                "page_size": pool.page_size,
-                "layers": 1 + max((layer for layer, _ in pool.table.names), default=-1),
-                "bytes_per_slot": bytes_per_slot,
-                "resident_bytes": guard.resident_bytes,
-                "checks": list(guard.checks),
-                "mode": self.config.mode,
-            },
-        )
+        announce_guard(guard, self.reporter)
 
     def confirm(self, model_runner: Any) -> None:
         """The scheduler is ready: make sure that what was asked for is in force.
@@ -162,7 +134,7 @@ class Session:
             return
         consensus = Consensus(group if dist.is_available() and dist.is_initialized() else None)
         self.policy = Quarantine(self.guard, self.reporter, levers, consensus, prefix_cache)
-        self.guard.policy = self.policy
+        self.guard.settings.set_mode(self.mode, self.policy)
 
     @property
     def state(self) -> str:
@@ -176,30 +148,6 @@ class Session:
         if self._is_waived:
             return "uncovered"
         return "starting" if self._model_runner is None else "detached"
-
-    def change(self, change: Change) -> None:
-        """Take over a change that :class:`Control` has looked at."""
-        self._call(lambda guard: guard.conclude())
-        guard = self.guard
-        if guard is None:
-            return  # it has just detached
-        if change.mode is not None:
-            self.mode = change.mode
-            guard.settings.set_mode(change.mode, self.policy)
-            if change.mode == "off":
-                self.is_paused = True
-                guard.settings.stop_audit("the mode was set to off")
-        if change.checks is not None:
-            guard.settings.set_checks(change.checks)
-        if change.scrub_budget is not None:
-            guard.settings.set_scrub_budget(change.scrub_budget)
-        if change.audit:
-            guard.settings.start_audit(self.reporter.counts)
-        logger.info("kvcanary: changed while running: %s; now %s in mode %s", change, self.state, self.mode)
-        fields = {"id": change.id, "audit": change.audit, "checks": list(guard.checks)}
-        self.reporter.event(
-            "changed", {**fields, "state": self.state, "mode": self.mode, "scrub_budget": guard.settings.scrub_budget}
-        )
 
     @property
     def handover(self) -> Handover | None:
@@ -222,14 +170,15 @@ class Session:
                 take = guard.traffic.handover.take_over if was_sent else guard.traffic.handover.make_up
                 take(request, slots)
 
-        self._call(act)
+        self.call(act)
 
     def guards(self, model_runner: Any) -> bool:
         """Whether forwards of this runner are guarded now."""
-        return self._is_looking and self._model_runner is model_runner
+        return self.is_looking and self._model_runner is model_runner
 
     @property
-    def _is_looking(self) -> bool:
+    def is_looking(self) -> bool:
+        """Whether there is a guard at work."""
         return self.guard is not None and not self.is_paused and not self.is_released
 
     @property
@@ -239,7 +188,7 @@ class Session:
 
     def announce(self, read: Callable[[Any], Announcement], batch: object) -> None:
         """See :meth:`Guard.announce`; ``read`` takes its arguments from SGLang's ``batch``."""
-        self._call(lambda guard: guard.announce(*read(batch)))
+        self.call(lambda guard: guard.announce(*read(batch)))
 
     def before(
         self,
@@ -249,23 +198,23 @@ class Session:
         trees: Trees | None = None,
     ) -> None:
         """See :meth:`Guard.before`."""
-        self._call(lambda guard: guard.before(input_ids, out_cache_loc, req_pool_indices, trees))
+        self.call(lambda guard: guard.before(input_ids, out_cache_loc, req_pool_indices, trees))
 
     def commit(self, accept_lens: torch.Tensor, accepted: torch.Tensor) -> None:
         """See :meth:`Guard.commit`."""
-        self._call(lambda guard: guard.commit(accept_lens, accepted))
+        self.call(lambda guard: guard.commit(accept_lens, accepted))
 
     def after(self) -> None:
         """See :meth:`Guard.after`."""
-        self._call(lambda guard: guard.after())
+        self.call(lambda guard: guard.after())
 
     def note_launched(self, result: object) -> None:
         """See :meth:`Guard.note_launched`."""
-        self._call(lambda guard: guard.note_launched(result))
+        self.call(lambda guard: guard.note_launched(result))
 
     def settle(self, result: object) -> None:
         """See :meth:`Guard.settle`; then act on the verdict, which ranks do together even where one's guard is gone."""
-        self._call(lambda guard: guard.settle(result))
+        self.call(lambda guard: guard.settle(result))
         self._enforce(lambda policy: policy.act())
         self.heartbeat.beat()
 
@@ -280,77 +229,34 @@ class Session:
             if allocator is not guard.pool.allocator or self.mode == "off":
                 return
             self.is_paused = False
-            self._call(lambda guard: guard.reset())
+            self.call(lambda guard: guard.reset())
             logger.info("kvcanary: the cache was flushed: guarding again in mode %s", self.mode)
             self.reporter.event("resumed", {"mode": self.mode})
-        self._call(lambda guard: guard.traffic.release(slots, allocator))
+        self.call(lambda guard: guard.traffic.release(slots, allocator))
 
     def move(self, kv_cache: object, target: torch.Tensor, source: torch.Tensor) -> None:
         """See :meth:`Traffic.move`."""
-        self._call(lambda guard: guard.traffic.move(kv_cache, target, source))
+        self.call(lambda guard: guard.traffic.move(kv_cache, target, source))
 
     def note_copied(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
         """See :meth:`Traffic.note_copied`."""
-        self._call(lambda guard: guard.traffic.note_copied(allocator, slots, copy))
+        self.call(lambda guard: guard.traffic.note_copied(allocator, slots, copy))
 
     def note_loaded(self, allocator: object, slots: torch.Tensor, copy: object) -> None:
         """See :meth:`Traffic.note_loaded`."""
-        self._call(lambda guard: guard.traffic.note_loaded(allocator, slots, copy))
-
-    def open_host(
-        self, allocator: object, host_pool: Any, has_storage: Callable[[], bool], gaps: Sequence[str], layer_count: int
-    ) -> None:
-        """Rows of the pool of ``allocator`` go to and come from ``host_pool``; see :meth:`Guard.open_host`.
-
-        Raises:
-            UncoveredError: there are ``gaps``, and ``--kvcanary-allow-uncovered`` was not given.
-        """
-        guard = self.guard
-        if guard is None or guard.pool.allocator is not allocator:
-            return
-        if gaps:
-            self.guard = None
-            self._waive(UncoveredError("; ".join(gaps)))
-            return
-        guard.open_host(host_pool, has_storage, layer_count)
-        guard.traffic.share_host(lambda: self.follows(host_pool))
-        logger.info("kvcanary: following KV to %d slots of host memory and back", host_pool.size)
-
-    def note_transfer(self, host_pool: object, action: Callable[[Transfers, int], None]) -> None:
-        """Something happened to slots of ``host_pool``, or to rows on their way there or back.
-
-        ``action`` takes the transfers and the number of the next step.
-        """
-
-        def act(guard: Guard) -> None:
-            if guard.traffic.transfers is not None and guard.traffic.transfers.host_pool is host_pool:
-                action(guard.traffic.transfers, guard.forwards + 1)
-
-        self._call(act)
-
-    def follows(self, host_pool: object) -> bool:
-        """Whether everything that happens to the slots of ``host_pool`` is known. Of any thread."""
-        transfers = None if self.guard is None else self.guard.traffic.transfers
-        return self._is_looking and transfers is not None and transfers.host_pool is host_pool
-
-    def note_layer(self, host_pool: object, action: Callable[[LoadOrder], None]) -> None:
-        """A layer came from ``host_pool``, or is used. Called for every layer of a forward that is not captured."""
-        transfers = None if self.guard is None else self.guard.traffic.transfers
-        order = transfers.order if transfers is not None and transfers.host_pool is host_pool else None
-        if order is not None and self._is_looking:
-            self._call(lambda _: action(order))
+        self.call(lambda guard: guard.traffic.note_loaded(allocator, slots, copy))
 
     def note_ownership(self, subject: object, action: Callable[[Ledger], None]) -> None:
         """``subject``, an allocator or a table of request rows, did something that a ledger has to know."""
         guard = self.guard
-        ledger = guard.ledger if guard is not None and self._is_looking else None
+        ledger = guard.ledger if guard is not None and self.is_looking else None
         if ledger is not None and ledger.follows(subject):
-            self._call(lambda _: action(ledger))
+            self.call(lambda _: action(ledger))
 
     def idle(self) -> None:
         """See :meth:`Guard.idle`."""
         before = self.heartbeat.serving_seconds
-        self._call(lambda guard: guard.idle())
+        self.call(lambda guard: guard.idle())
         if self.policy is not None and self.policy.is_alone:  # ranks do not idle in step with each other
             self._enforce(lambda policy: policy.act())
         self.heartbeat.idle_seconds += self.heartbeat.serving_seconds - before
@@ -363,7 +269,7 @@ class Session:
         Raises:
             CorruptionError: the last verdicts found damage and the mode is ``raise``.
         """
-        self._call(lambda guard: guard.conclude())
+        self.call(lambda guard: guard.conclude())
         if self.guard is not None and not self.is_released:
             self.is_released = True
             logger.info("kvcanary: the memory of the KV is given back; guarding again once it is there")
@@ -374,7 +280,7 @@ class Session:
         if not self.is_released:
             return
         self.is_released = False
-        self._call(lambda guard: guard.reset())
+        self.call(lambda guard: guard.reset())
         logger.info("kvcanary: the memory of the KV is back: %s in mode %s", self.state, self.mode)
         self.reporter.event("resumed", {"state": self.state, "mode": self.mode})
 
@@ -382,12 +288,17 @@ class Session:
         """See :meth:`Guard.replace_weights`."""
         if self.guard is None and self.policy is not None:  # the other ranks know of it too
             self.policy.truth.identities.replace_weights(version)
-        if self.guard is not None and not self._is_looking:
+        if self.guard is not None and not self.is_looking:
             self.guard.truth.identities.replace_weights(version)
-        self._call(lambda guard: guard.replace_weights(version))
+        self.call(lambda guard: guard.replace_weights(version))
 
-    def _call(self, action: Callable[[Guard], None]) -> None:
-        if self.guard is None or not self._is_looking:
+    def call(self, action: Callable[[Guard], None]) -> None:
+        """Have the guard do something, if there is one at work, and contain its errors.
+
+        Raises:
+            CorruptionError: something is damaged and the mode is ``raise``, in which other errors go through as well.
+        """
+        if self.guard is None or not self.is_looking:
             return
         spent, began = self.heartbeat.serving_seconds, time.perf_counter()
         try:
@@ -418,7 +329,13 @@ class Session:
         finally:
             self.heartbeat.serving_seconds = spent + time.perf_counter() - began
 
-    def _waive(self, error: UncoveredError) -> None:
+    def waive(self, error: UncoveredError) -> None:
+        """What was asked for cannot be done: there is no guard, if that is allowed.
+
+        Raises:
+            UncoveredError: it is not.
+        """
+        self.guard = None
         if not self.config.allow_uncovered:
             raise UncoveredError(
                 f"kvcanary: refusing to start half-blind: {error}. Drop --kvcanary or the setting named, or pass "

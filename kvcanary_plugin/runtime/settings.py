@@ -1,16 +1,15 @@
-"""What of a guard can be different from one forward to the next: checks, consequences, budget; and audits."""
+"""What of a guard can be different from one forward to the next: checks, consequences, budget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..config import Config
-from .audit import Audit
-from .idle import IdlePass
 from .judge import Judge, Policy
 from .launches import CapturedDecode, Launches
 from .ledger import Ledger
 from .order import Order
+from .passes import Passes
 from .space import Space
 
 
@@ -21,7 +20,6 @@ class Settings:
         possible: the checks that were asked for at the start and that this pool allows.
         missing: checks that were asked for and that this pool does not allow, though there is something to find.
         scrub_budget: share of the time of a forward that the rotating passes may add.
-        audit: the pass over everything that was asked for last, if any.
     """
 
     def __init__(
@@ -33,18 +31,17 @@ class Settings:
         judge: Judge,
         launches: Launches,
         captured: CapturedDecode | None,
-        idle: IdlePass,
+        passes: Passes,
         *,
         on_host: bool,
     ) -> None:
         """``on_host``: the pool lies in host memory, where everything is done in the order in which it is asked for."""
         self._spaces = spaces
         self._ledger = ledger
-        self._scrubbers = [space.scrubber for space in spaces if space.scrubber is not None]
         self._judge = judge
         self._launches = launches
         self._captured = captured
-        self._idle = idle
+        self._passes = passes
         absent = {
             "content": spaces[0].scrubber is None,
             "presence": all(space.presence is None for space in spaces),
@@ -55,7 +52,6 @@ class Settings:
         needless = ("order",) if on_host else ()
         self.missing = tuple(check for check in config.checks if check not in (*self.possible, *needless))
         self.scrub_budget = config.scrub_budget
-        self.audit: Audit | None = None
 
     @property
     def checks(self) -> tuple[str, ...]:
@@ -75,7 +71,7 @@ class Settings:
         if self._captured is not None:
             self._captured.forget()
         if "content" not in checks:
-            self.stop_audit("the check content was switched off")
+            self._passes.stop_audit("the check content was switched off")
 
     def set_mode(self, mode: str, policy: Policy | None) -> None:
         """What a violation does from now on; ``policy`` counts in ``quarantine`` only."""
@@ -85,16 +81,4 @@ class Settings:
     def set_scrub_budget(self, budget: float) -> None:
         """Another share of the time of a forward for the rotating passes together; see :meth:`Scrubber.set_budget`."""
         self.scrub_budget = budget
-        for scrubber in self._scrubbers:
-            scrubber.set_budget(budget / len(self._scrubbers))
-
-    def start_audit(self, violations: Mapping[str, int]) -> None:
-        """Go over the whole pool now, as fast as serving allows. ``violations``: by check, as counted so far."""
-        number = 1 if self.audit is None else self.audit.number + 1
-        self.audit = Audit(number, self._scrubbers, violations)
-        self._idle.is_woken = True
-
-    def stop_audit(self, why: str) -> None:
-        """Whoever waits for an audit under way need not wait any more."""
-        if self.audit is not None:
-            self.audit.stop(why)
+        self._passes.set_budget(budget)

@@ -30,6 +30,7 @@ class Space:
     Attributes:
         slots: what is guarded.
         index: place among the spaces of the pool; 0 is the main one.
+        title: what reports call it.
         allocator: SGLang's object whose slots :meth:`release` takes: that of the main space where slots here live and
             die with their main slots.
         records: its shadow records.
@@ -68,6 +69,7 @@ class Space:
         self.verifies = "chain" in config.checks
         self.slots = slots
         self.index = index
+        self.title = f"{pool.name}/{slots.name}" if index else pool.name
         self.allocator = pool.allocator if slots.allocator is None else slots.allocator
         self.records = ShadowRecords(slots.slot_count, slots.page_size, device)
         self.violations = ViolationBuffer(VIOLATIONS_A_FORWARD, device)

@@ -140,17 +140,23 @@ class Traffic:
             self.transfers.backups = BackupOrder(self._spaces[0].records.hot, describe_early)
         return self.transfers
 
+    def open_drafts(self) -> None:
+        """Forwards may verify trees of draft tokens from now on.
+
+        Raises:
+            UncoveredError: the pool has parts in which the accepted path is chosen by ways of its own.
+        """
+        self._refuse_parts("speculative decoding")
+        rows = self._pool.req_to_token
+        self.drafts = Drafts(self._backend, self._spaces[0], rows.shape[0], rows.device)
+
     def open_handover(self, ranks: int, *, receives: bool) -> None:
         """KV of the guarded pool goes to another server, or comes from one; each has as many ``ranks``.
 
         Raises:
             UncoveredError: the pool has other spaces or states, whose rows travel by ways of their own.
         """
-        if len(self._spaces) > 1 or self._pool.states:
-            raise UncoveredError(
-                f'prefill/decode disaggregation with pool "{self._pool.name}" is not covered yet (it has more than one '
-                "space, or a state of each request)"
-            )
+        self._refuse_parts("prefill/decode disaggregation")
         name = hashlib.sha256(repr((ranks, self._pool.fingerprint)).encode()).hexdigest()
         self.handover = Handover(self._spaces[0], self._truth, name[:12], receives=receives)
 
@@ -200,3 +206,10 @@ class Traffic:
         """The verdict of a forward is read: what is known of the order of its loads goes with it."""
         if self.transfers is not None and self.transfers.order is not None:
             step.found += self.transfers.order.read(step.number)
+
+    def _refuse_parts(self, what: str) -> None:
+        if len(self._spaces) > 1 or self._pool.states:
+            raise UncoveredError(
+                f'{what} with pool "{self._pool.name}" is not covered yet (it has more than one space, or a state of '
+                "each request)"
+            )

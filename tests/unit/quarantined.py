@@ -34,7 +34,7 @@ class QuarantinedEngine(Engine):
             )
         )
         self.policy = Quarantine(guard, self.reporter, LEVERS, Consensus(group), self.tree, burst)
-        guard.policy = self.policy
+        guard.settings.set_mode("quarantine", self.policy)
         allocator_free = self.allocator.free
         self.allocator.free = lambda slots: allocator_free(self.policy.keep_back(self.allocator, slots))
 

@@ -132,8 +132,8 @@ def test_a_call_within_a_call_is_timed_once(monkeypatch: pytest.MonkeyPatch):
 
     def outer(_: Any) -> None:
         now[0] += 1
-        session._call(inner)
+        session.call(inner)
 
-    session._call(outer)
-    session._call(inner)
+    session.call(outer)
+    session.call(inner)
     assert session.heartbeat.serving_seconds == 5

@@ -528,14 +528,14 @@ def test_a_host_pool_that_is_not_covered_stops_the_start_unless_allowed(make, al
         nullcontext() if allowed else pytest.raises(UncoveredError, match="no such thing"),
     )
     with stop:
-        session.open_host(hierarchy.allocator, hierarchy.host, bool, ["no such thing"], 1)
+        session.hierarchy.open(hierarchy.allocator, hierarchy.host, bool, ["no such thing"], 1)
     assert session.guard is None
 
 
 def test_a_host_pool_of_another_allocator_is_nobodys_concern(make):
     hierarchy = make()
     kept = hierarchy.transfers
-    hierarchy.session.open_host(object(), object(), bool, ["no such thing"], 1)
+    hierarchy.session.hierarchy.open(object(), object(), bool, ["no such thing"], 1)
     assert hierarchy.transfers is kept
 
 

@@ -20,8 +20,8 @@ def cached(**options) -> tuple[Engine, torch.Tensor]:
 def rest(engine: Engine) -> int:
     """Be idle until there is nothing left to fold; returns the pieces that took."""
     pieces = -1
-    while pieces != engine.guard._idle.pieces:
-        pieces = engine.guard._idle.pieces
+    while pieces != engine.guard.passes.idle.pieces:
+        pieces = engine.guard.passes.idle.pieces
         engine.guard.idle()
     return pieces
 
@@ -42,22 +42,22 @@ def test_a_clean_pool_is_silent_and_then_left_alone(monkeypatch: pytest.MonkeyPa
     assert rest(engine) >= 1
     assert engine.guard.scrubber.passes >= 1
     assert engine.violations == []
-    before = engine.guard._idle.pieces
+    before = engine.guard.passes.idle.pieces
     engine.guard.idle()
-    assert engine.guard._idle.pieces == before
+    assert engine.guard.passes.idle.pieces == before
     now = idle.time.monotonic() + idle.PASS_SECONDS
     monkeypatch.setattr(idle.time, "monotonic", lambda: now)
     engine.guard.idle()
-    assert engine.guard._idle.pieces == before + 1
+    assert engine.guard.passes.idle.pieces == before + 1
 
 
 def test_a_forward_ends_the_rest():
     engine, _ = cached()
     rest(engine)
-    before = engine.guard._idle.pieces
+    before = engine.guard.passes.idle.pieces
     engine.prefill(engine.request(10))
     engine.guard.idle()
-    assert engine.guard._idle.pieces == before + 1
+    assert engine.guard.passes.idle.pieces == before + 1
 
 
 def test_slots_that_were_freed_before_are_not_folded():
@@ -79,4 +79,4 @@ def test_raise_stops_an_idle_server_too():
 def test_without_content_nothing_is_done():
     engine = Engine(checks=("chain",))
     engine.guard.idle()
-    assert engine.guard._idle.pieces == 0
+    assert engine.guard.passes.idle.pieces == 0

@@ -314,7 +314,7 @@ def test_what_another_pool_names_is_not_taken_for_a_slot_of_this_one(engine):
     request = engine.request(tokens=list(range(40)))
     engine.start(request)
     other = Violation("content", "content", "other pool", 0, 1, "scrub", int(engine.slots_of(request)[3]), position=3)
-    step = engine.guard._steps[0]
+    step = engine.guard.verdicts.steps[0]
     step.number, step.hidden = engine.guard.forwards, 0
     engine.policy.judge(step, [other])
     engine.policy.act()
@@ -339,7 +339,7 @@ def test_the_last_forward_before_a_flush_that_is_judged_behind_it_changes_nothin
     writer = engine.request(tokens=list(range(40)))
     engine.start(writer)
     slot = int(engine.slots_of(writer)[9])
-    step = engine.guard._steps[0]
+    step = engine.guard.verdicts.steps[0]
     step.number, step.hidden = engine.guard.forwards, 0
     engine.tree.reset()
     engine.allocator.clear()

@@ -223,7 +223,7 @@ def test_a_path_that_nobody_announced_is_an_error_of_ours(speculating):
     engine.round()
     guard = engine.guard
     guard.commit(torch.ones(1), torch.ones(6))  # committed already: nothing to do
-    guard.traffic.drafts.step = guard._steps[guard.forwards % 4]
+    guard.traffic.drafts.step = guard.verdicts.steps[guard.forwards % 4]
     engine.session.commit(torch.ones(2, dtype=torch.int32), torch.ones(12, dtype=torch.int32))
     assert engine.session.guard is None
     assert engine.reporter.events[-1][0] == "detached"
@@ -232,7 +232,7 @@ def test_a_path_that_nobody_announced_is_an_error_of_ours(speculating):
 @pytest.mark.parametrize("make", [WindowEngine, HybridEngine], ids=["window", "state"])
 def test_pools_with_more_than_one_space_are_refused(make: Any):
     with pytest.raises(UncoveredError, match="speculative decoding with pool"):
-        make().guard.follow_drafts()
+        make().guard.traffic.open_drafts()
 
 
 def test_drills_say_which_check_would_find_them(speculating):
