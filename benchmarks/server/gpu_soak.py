@@ -34,7 +34,7 @@ from kvcanary_plugin.report.jsonl import read_events
 ROUNDS_BETWEEN = 8  # two of what is done while nothing is served
 ABORT_SHARE = 0.08
 PREFIX_ROUNDS = 2  # that share prefixes
-LAST_ROUNDS, IDLE_SECONDS = 3, 2.0
+LAST_ROUNDS, IDLE_SECONDS = 2, 2.0
 START_SECONDS = 400.0  # eight imports at once on 16 cores, and in some modes a compiler
 ROUND_SECONDS = 300.0  # at most; the first one may compile
 SAVE_SECONDS = 60.0

@@ -138,7 +138,7 @@ GROUPS = {
     "special": ("breakable", "compile", "host", "ngram", "standalone", "eagle", "mla", "swa", "hybrid"),
     "all": tuple(MODES),
 }
-LOADS = {"cuda": Work(24, 200, 120), "cpu": Work(6, 60, 40)}
+LOADS = {"cuda": Work(24, 200, 120), "cpu": Work(4, 40, 24)}
 
 
 def expand_modes(text: str, device: str) -> list[str]:

@@ -15,7 +15,7 @@ COMMAND = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "serve
 
 def soak(folder, *more):
     """Returns what it exited with, and what it wrote of its mode."""
-    flags = ["--modes=page1", "--minutes=0.2", "--drill-seconds=40", f"--out={folder}", *more]
+    flags = ["--modes=page1", "--minutes=0.1", f"--out={folder}", *more]
     done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True)
     modes = json.loads((folder / "soak.json").read_text())["modes"]
     return done, modes["page1"]
