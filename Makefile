@@ -1,6 +1,7 @@
 PY := .venv/bin/python
+PYTHON ?= python3
 
-.PHONY: help venv demo soak test test-compat test-releases test-kernels test-unit lint bench coverage clean
+.PHONY: help venv demo soak soak-gpu test test-compat test-releases test-kernels test-unit lint bench coverage clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -45,6 +46,9 @@ bench: venv ## Measure what the canary costs a decoding server and the storage t
 
 soak: venv ## Half an hour of clean traffic in several modes, in which nothing may be reported; ARGS="--minutes 5"
 	$(PY) benchmarks/server/soak.py $(ARGS)
+
+soak-gpu: ## Clean minutes and drills of many modes side by side on a GPU; ARGS="--modes all --minutes 5"
+	$(PYTHON) benchmarks/server/gpu_soak.py $(ARGS)
 
 coverage: venv ## Write docs/coverage.md from the adapters
 	@scripts/coverage $(PY)

@@ -201,6 +201,11 @@ class Arm:
         self._signal(signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
 
+    def kill(self) -> None:
+        """End every process of the arm at once; from any thread. Who waits for an answer gets :class:`ArmError`."""
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGKILL)
+
     def tail(self, lines: int = 30) -> str:
         """The end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

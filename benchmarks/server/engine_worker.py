@@ -20,6 +20,9 @@ from engine_hooks import install_hooks
 SHARED_PREFIXES, SHARED_TOKENS, SHARED_PROBABILITY = 4, 96, 0.7
 DRILL_WORK = {"batch": 2, "prompt": 64, "new": 256, "seed": "drill"}  # a second or so, for the audit to fall into
 DRILL_POLL_SECONDS = 0.05
+FLUSH_TRIES, FLUSH_PAUSE_SECONDS = 200, 0.1
+ABORT_SECONDS = 1.0  # at most, behind the request itself
+KV = ["kv_cache"]  # what SGLang calls the memory of the pool
 
 
 def make_prompts(work: dict[str, Any], vocabulary: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
@@ -54,6 +57,7 @@ class Worker:
         began = time.perf_counter()
         self._engine: Any = sglang.Engine(**arguments)
         self._vocabulary = vocabulary
+        self._rounds = self._updates = 0
         self.start_seconds = time.perf_counter() - began
 
     def do_generate(self, work: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +96,63 @@ class Worker:
         answer = self.do_generate(work)
         self._engine.stop_profile()
         return answer
+
+    def do_churn(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Serve one round of ``work`` as requests of their own, the share ``aborts`` of which is aborted.
+
+        Returns how many were sent, and how many ended because of that.
+        """
+        return self._engine.loop.run_until_complete(self._churn(work))
+
+    async def _churn(self, work: dict[str, Any]) -> dict[str, Any]:
+        rng = random.Random(f"aborts/{work['seed']}")
+        prompts, params = make_prompts(work, self._vocabulary)
+        delays = [rng.random() * ABORT_SECONDS if rng.random() < work["aborts"] else None for _ in prompts]
+        self._rounds += 1
+
+        async def ask(index: int) -> str:
+            rid = f"{self._rounds}/{index}"
+            asking = asyncio.ensure_future(
+                self._engine.async_generate(input_ids=prompts[index], sampling_params=params[index], rid=rid)
+            )
+            if (delay := delays[index]) is not None:
+                await asyncio.wait([asking], timeout=delay)
+                self._engine.tokenizer_manager.abort_request(rid)
+            return str((await asking)["meta_info"]["finish_reason"]["type"])
+
+        reasons = await asyncio.gather(*map(ask, range(len(prompts))))
+        return {"requests": len(reasons), "aborted": reasons.count("abort")}
+
+    def do_flush(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Flush the cache, which SGLang refuses while it has anything left to do."""
+        for _ in range(FLUSH_TRIES):
+            if self._engine.flush_cache().success:
+                return {}
+            time.sleep(FLUSH_PAUSE_SECONDS)
+        raise RuntimeError("the cache was not flushed")
+
+    def do_update(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Update the weight ``name``, of so many ``elements``, in place; SGLang flushes the cache with it."""
+        import torch
+
+        self.do_flush({})  # what is aborted may still run, and SGLang ends itself if it cannot flush behind an update
+        self._updates += 1
+        weight = torch.full((command["elements"],), 1 + self._updates / 128, dtype=torch.bfloat16)
+        success, message = self._engine.update_weights_from_tensor([(command["name"], weight)])[:2]
+        if not success:
+            raise RuntimeError(message)
+        return {}
+
+    def do_give_back(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Give the memory of the KV back and take it again."""
+        self.do_flush({})
+        self._engine.release_memory_occupation(KV)
+        self._engine.resume_memory_occupation(KV)
+        return {}
+
+    def do_audit(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Have the guard look at the whole pool."""
+        return {"accepted": self._engine.loop.run_until_complete(self._set("audit=1"))}
 
     def do_inject(self, command: dict[str, Any]) -> dict[str, Any]:
         """Inject the faults that the file ``spec`` names, their forwards counted from now."""
