@@ -10,6 +10,8 @@ from kvcanary_plugin.pool_patcher.patch import Patch, Wrapper, fields_of
 from kvcanary_plugin.runtime.handover import Tagged
 from kvcanary_plugin.versions import installed_sglang
 
+from . import flights
+
 if TYPE_CHECKING:
     from kvcanary_plugin.runtime.session import Session
 
@@ -131,4 +133,5 @@ def declare_patches(session: Session) -> list[Patch]:
             reads=fields_of(DECODE, "DecodeRequest", "req")
             + fields_of(BATCH, "Req", "finished_reason", "bootstrap_host", "req_pool_idx", "kv_committed_len"),
         ),
+        *flights.declare_patches(session, SINCE, UNTIL),
     ]

@@ -82,7 +82,7 @@ class Violation:
             return (*damage, self.request)  # there is no slot: it is the row of that request which is damaged
         if self.check == "chain":
             return (*damage, self.kind, self.position, writer)
-        if self.kind in ("foreign_slot", "freed_slot"):
+        if self.kind in ("foreign_slot", "freed_slot", "reused_in_flight"):
             # A row that names slots of somebody else does so for a stretch: one fault, however many entries.
             return (self.check, self.kind, self.pool, self.rank, self.request, self.owner)
         if self.check == "ownership":
@@ -122,6 +122,7 @@ EXPLANATIONS: Final = {
     "free_in_use": "a slot was freed that the row of a running request names",
     "free_in_tree": "a slot was freed that the radix tree holds, and not by the radix tree",
     "free_in_flight": "a slot was freed that a transfer uses",
+    "reused_in_flight": "the allocator gave out a slot that a transfer between two servers still uses",
     "host_free_in_flight": "a host slot was freed that a transfer uses",
     "host_double_free": "a host slot was freed that is not given out",
     "host_slot_free": "a transfer uses a host slot that is not given out",
