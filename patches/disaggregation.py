@@ -22,7 +22,7 @@ BATCH = "sglang.srt.managers.schedule_batch"
 SINCE, UNTIL = "0.5.15", "0.5.16"  # the releases whose queues and backends were read through
 BACKENDS = ("mooncake",)
 FAKE_HOST = "2.2.2.2"  # of requests that warm a decode server up
-HALVES = {"MHATokenToKVPool": 2}  # of the buffers it registers: SGLang splits the list
+HALVES = {"MHATokenToKVPool": 2, "MLATokenToKVPool": 1}  # of the buffers it registers: SGLang splits the list
 
 
 def is_followed(mode: str) -> bool:

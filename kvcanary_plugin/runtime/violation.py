@@ -82,7 +82,7 @@ class Violation:
             return (*damage, self.request)  # there is no slot: it is the row of that request which is damaged
         if self.check == "chain":
             return (*damage, self.kind, self.position, writer)
-        if self.kind in ("foreign_slot", "freed_slot", "reused_in_flight"):
+        if self.kind in ("foreign_slot", "freed_slot"):
             # A row that names slots of somebody else does so for a stretch: one fault, however many entries.
             return (self.check, self.kind, self.pool, self.rank, self.request, self.owner)
         if self.check == "ownership":
