@@ -157,3 +157,23 @@ def test_a_request_without_a_transfer_goes_by_its_tokens(pair):
     request.kv_committed_len = TOKENS
     decode.run(request, steps=3)
     assert decode.violations == []
+
+
+@pytest.mark.parametrize(
+    "name", ["drop_sent_page", "short_transfer", "wrong_slot", "swap_sent_pages", "swap_sent_rows"]
+)
+def test_every_fault_of_the_way_is_found_where_it_was_put_in(name):
+    prefill, decode = Engine(page_size=4), Engine(page_size=4, inject=f"{name}@1")
+    for engine, receives in ((prefill, False), (decode, True)):
+        engine.guard.traffic.open_handover(1, receives=receives)
+    lists = [
+        engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), 2) for engine in (prefill, decode)
+    ]
+    sent = prefill.request(TOKENS)
+    prefill.prefill(sent)
+    receive(decode, lists, sent, slots_of(prefill, sent))
+    (injected,) = [fields for event, fields in decode.reporter.events if event == "injected"]
+    assert injected["step"] == 1
+    assert {(v.check, v.position, v.step) for v in decode.violations} == {
+        (injected["check"], position, 1) for position in injected["positions"]
+    }
