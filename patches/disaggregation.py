@@ -10,6 +10,8 @@ from kvcanary_plugin.pool_patcher.patch import Patch, Wrapper, fields_of
 from kvcanary_plugin.runtime.handover import Tagged
 from kvcanary_plugin.versions import installed_sglang
 
+from . import flights
+
 if TYPE_CHECKING:
     from kvcanary_plugin.runtime.session import Session
 
@@ -20,7 +22,7 @@ BATCH = "sglang.srt.managers.schedule_batch"
 SINCE, UNTIL = "0.5.15", "0.5.16"  # the releases whose queues and backends were read through
 BACKENDS = ("mooncake",)
 FAKE_HOST = "2.2.2.2"  # of requests that warm a decode server up
-HALVES = {"MHATokenToKVPool": 2}  # of the buffers it registers: SGLang splits the list
+HALVES = {"MHATokenToKVPool": 2, "MLATokenToKVPool": 1}  # of the buffers it registers: SGLang splits the list
 
 
 def is_followed(mode: str) -> bool:
@@ -131,4 +133,5 @@ def declare_patches(session: Session) -> list[Patch]:
             reads=fields_of(DECODE, "DecodeRequest", "req")
             + fields_of(BATCH, "Req", "finished_reason", "bootstrap_host", "req_pool_idx", "kv_committed_len"),
         ),
+        *flights.declare_patches(session, SINCE, UNTIL),
     ]

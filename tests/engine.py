@@ -13,7 +13,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -59,9 +59,13 @@ class Engine:
         head_dim: int = 16,
         dtype: torch.dtype = torch.bfloat16,
         mode: str = "log",
+        latent: bool = False,
         **options: Any,
     ) -> None:
-        self.pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, layers, "cpu", False)
+        if latent:
+            self.pool = MLATokenToKVPool(size, page_size, dtype, head_dim, 8, layers, "cpu", False)
+        else:
+            self.pool = MHATokenToKVPool(size, page_size, dtype, heads, head_dim, layers, "cpu", False)
         if page_size == 1:
             self.allocator = TokenToKVPoolAllocator(size, dtype, "cpu", self.pool, False)
         else:
@@ -148,8 +152,10 @@ class Engine:
 
     def store(self, slots: torch.Tensor) -> None:
         """What the layers of a model do."""
+        is_latent = isinstance(self.pool, MLATokenToKVPool)
+        row = (1, self.pool.kv_cache_dim) if is_latent else (self.pool.head_num, self.pool.head_dim)
         for layer in range(self.pool.layer_num):
-            shape = (len(slots), self.pool.head_num, self.pool.head_dim)
+            shape = (len(slots), *row)
             k, v = (torch.randn(shape, generator=self.random).to(self.pool.dtype) for _ in range(2))
             self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, k, v)
 

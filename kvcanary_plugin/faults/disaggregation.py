@@ -1,4 +1,4 @@
-"""Faults of the way from a prefill to a decode server, put in where a transfer has just been found complete."""
+"""Faults of the way from a prefill to a decode server: most are put in where a transfer was just found complete."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .books import give_next, keep, pick_free, settle
 from .library import Fault, Injected, bytes_of
 
 if TYPE_CHECKING:
     from ..runtime.guard import Guard
     from ..runtime.step import Step
+
+
+_NOBODY = -1  # number of a transfer that no request has
 
 
 def drop_sent_page(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
@@ -24,6 +30,60 @@ def drop_sent_page(guard: Guard, step: Step, rng: random.Random, _: dict[str, st
         guard.traffic.handover.hot[page] = 0
 
     return _damage(guard, step, rng, "chain", 1, drop)
+
+
+def short_transfer(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Have a transfer end a page early: the last tokens of the prompt have neither KV nor records."""
+    size, handover = guard.pool.page_size, guard.traffic.handover
+    fitting = [index for index in step.started if step.prefix_lens[index] > size]
+    if handover is None or not handover.is_coming or not fitting:
+        return None
+    index = rng.choice(fitting)
+    length = step.prefix_lens[index]
+    positions = range((length - 1) // size * size, length)
+    slots = guard.pool.req_to_token[step.rows[index], positions.start : length].tolist()
+    for slot in slots:
+        for view in guard.pool.table.sources:
+            bytes_of(view.rows, slot).copy_(bytes_of(view.rows, slot).roll(1))
+    handover.hot[slots] = 0
+    return Injected("chain", tuple(slots), tuple(positions), {"request": step.requests[index].rid})
+
+
+def wrong_slot(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Have a page arrive a second time, in the slots of another page, with its records."""
+
+    def send_again(page: list[int], other: list[int]) -> None:
+        for view in guard.pool.table.sources:
+            for slot, source in zip(page, other, strict=True):
+                bytes_of(view.rows, slot).copy_(bytes_of(view.rows, source))
+        assert guard.traffic.handover is not None
+        guard.traffic.handover.hot[page] = guard.traffic.handover.hot[other]
+
+    return _damage(guard, step, rng, "chain", 1, send_again)
+
+
+def late_page(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
+    """Give out a page to which a transfer that was given up still sends, and have something arrive there."""
+    settle(guard, step)
+    slot, flights = pick_free(guard, rng), guard.ledger.flights if guard.ledger is not None else None
+    if slot is None or flights is None:
+        return None
+    size = guard.pool.page_size
+    slots = tuple(range(slot, slot + size))
+    put_back, allocator = keep(guard, slots)
+    flights.begin(_NOBODY, np.array([slot // size]))
+    flights.name(_NOBODY, "given up")
+    give_next(guard, slot)
+    allocator.alloc(size)
+    for view in guard.pool.table.sources:
+        for each in slots:
+            bytes_of(view.rows, each).copy_(bytes_of(view.rows, each).roll(1))
+
+    def restore() -> None:
+        flights.end(_NOBODY)
+        put_back()
+
+    return Injected("ownership", slots, (), {"request": "given up"}, restore)
 
 
 def swap_sent_pages(guard: Guard, step: Step, rng: random.Random, _: dict[str, str]) -> Injected | None:
@@ -70,6 +130,7 @@ def _exchange(guard: Guard, page: list[int], other: list[int]) -> None:
 
 
 TRANSFER_FAULTS: dict[str, Fault] = {
-    fault.__name__: fault for fault in (drop_sent_page, swap_sent_pages, swap_sent_rows)
+    fault.__name__: fault
+    for fault in (drop_sent_page, short_transfer, wrong_slot, swap_sent_pages, swap_sent_rows, late_page)
 }
-FOUND_BY = {"drop_sent_page": "chain", "swap_sent_pages": "chain", "swap_sent_rows": "content"}
+FOUND_BY = {**dict.fromkeys(TRANSFER_FAULTS, "chain"), "swap_sent_rows": "content", "late_page": "ownership"}

@@ -1,7 +1,7 @@
 """Layout of a ledger word, 8 bytes a slot: who may use the slot now. Numbers only; no behaviour.
 
-From the low end: state (2 bits), three flags, the stamp of the step in which the owner first stored to the slot
-(7 bits), the owner's request row (20 bits) and the owner's serial number (31 bits). A serial number stands for one stay
+From the low end: state (2 bits), four flags, the stamp of the step in which the owner first stored to the slot
+(6 bits), the owner's request row (20 bits) and the owner's serial number (31 bits). A serial number stands for one stay
 of a request on a row; 0 is nobody. A word is never negative.
 """
 
@@ -32,14 +32,16 @@ class Op(IntEnum):
     TRIM = 7  # the part of the slot that layers with a sliding window keep was freed
     UNTRIM = 8  # and given back
     SWEEP = 9  # what a paged allocator frees beside the slots it was told: the rest of their pages
+    AIM = 10  # a transfer from or to another server uses them, also when they are freed; over with LAND
 
 
 STATE_MASK: Final = 3
 IN_FLIGHT: Final = 1 << 2  # set by HOLD, cleared by LAND
 CONTESTED: Final = 1 << 3  # given out again while somebody had it
 TRIMMED: Final = 1 << 4
-STAMP_SHIFT: Final = 5
-STAMP_BITS: Final = 7
+AIMED: Final = 1 << 5  # set by AIM, cleared by LAND; stays when the slot is freed
+STAMP_SHIFT: Final = 6
+STAMP_BITS: Final = 6
 STAMP_MASK: Final = ((1 << STAMP_BITS) - 1) << STAMP_SHIFT
 ROW_SHIFT: Final = 12
 ROW_BITS: Final = 20

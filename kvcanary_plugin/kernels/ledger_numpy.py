@@ -15,8 +15,8 @@ from .violations import ViolationBuffer
 
 Array = npt.NDArray[Any]
 
-_FREE_OR_FLYING = g.STATE_MASK | g.IN_FLIGHT
-_PLAIN = g.STATE_MASK | g.IN_FLIGHT | g.CONTESTED
+_FREE_OR_FLYING = g.STATE_MASK | g.IN_FLIGHT | g.AIMED
+_PLAIN = g.STATE_MASK | g.IN_FLIGHT | g.CONTESTED | g.AIMED
 _KEPT_BY_INSERT = ~g.STATE_MASK
 _FEW = 128  # up to here a set of Python numbers is faster than arrays
 

@@ -67,10 +67,11 @@ def apply_delta(
         free = (state == g.State.FREE) & ((old & g.IN_FLIGHT) == 0)
         given = free & ~later
         report(r.Kind.DOUBLE_ALLOC, ~given, torch.where(free, g.UNCLAIMED, old & ~g.CONTESTED))
+        report(r.Kind.REUSED_IN_FLIGHT, given & ((old & g.AIMED) != 0), old)
         words[slots[given]] = g.UNCLAIMED
         words[slots[~given]] |= g.CONTESTED
     elif op is g.Op.FREE:
-        freed = owner | int(g.State.FREE)
+        freed = owner | old & g.AIMED | int(g.State.FREE)
         done = held & ~later
         report(r.Kind.DOUBLE_FREE, (state == g.State.FREE) | (held & later), torch.where(held, freed, old))
         flies = (old & g.IN_FLIGHT) != 0
@@ -93,7 +94,9 @@ def apply_delta(
     elif op is g.Op.HOLD:
         words[slots] = old | g.IN_FLIGHT
     elif op is g.Op.LAND:
-        words[slots] = old & ~g.IN_FLIGHT
+        words[slots] = old & ~(g.IN_FLIGHT | g.AIMED)
+    elif op is g.Op.AIM:
+        words[slots] = old | g.AIMED
     elif op is g.Op.TRIM:
         words[slots] = torch.where(held, old | g.TRIMMED, old)
     elif op is g.Op.UNTRIM:
@@ -104,7 +107,7 @@ def apply_delta(
         whole = whole[whole < words.shape[0]]
         rest = words[whole]
         held = ((rest & g.STATE_MASK) == g.State.OWNED) | ((rest & g.STATE_MASK) == g.State.CACHED)
-        words[whole] = torch.where(held, rest & g.OWNER_MASK, rest)
+        words[whole] = torch.where(held, rest & (g.OWNER_MASK | g.AIMED), rest)
 
 
 def claim_writes(

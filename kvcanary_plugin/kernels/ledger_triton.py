@@ -24,10 +24,12 @@ _OP_HOLD = tl.constexpr(int(g.Op.HOLD))
 _OP_LAND = tl.constexpr(int(g.Op.LAND))
 _OP_TRIM = tl.constexpr(int(g.Op.TRIM))
 _OP_UNTRIM = tl.constexpr(int(g.Op.UNTRIM))
+_OP_AIM = tl.constexpr(int(g.Op.AIM))
 _STATE_MASK = tl.constexpr(g.STATE_MASK)
 _IN_FLIGHT = tl.constexpr(g.IN_FLIGHT)
 _CONTESTED = tl.constexpr(g.CONTESTED)
 _TRIMMED = tl.constexpr(g.TRIMMED)
+_AIMED = tl.constexpr(g.AIMED)
 _ROW_SHIFT = tl.constexpr(g.ROW_SHIFT)
 _ROW_MASK = tl.constexpr((1 << g.ROW_BITS) - 1)
 _OWNER_MASK = tl.constexpr(g.OWNER_MASK)
@@ -41,6 +43,7 @@ _FREE_IN_TREE = tl.constexpr(int(r.Kind.FREE_IN_TREE))
 _FREE_IN_FLIGHT = tl.constexpr(int(r.Kind.FREE_IN_FLIGHT))
 _INSERT_NOT_OWNED = tl.constexpr(int(r.Kind.INSERT_NOT_OWNED))
 _DELTA_RANGE = tl.constexpr(int(r.Kind.DELTA_RANGE))
+_REUSED_IN_FLIGHT = tl.constexpr(int(r.Kind.REUSED_IN_FLIGHT))
 
 
 @triton.jit
@@ -76,12 +79,15 @@ def _apply_delta(
         given = free & (got == old)
         lost = inside & ~given
         tl.atomic_or(word_ptr, tl.full((BLOCK,), _CONTESTED, tl.int64), mask=lost)
-        found = tl.where(free, _UNCLAIMED, old & ~_CONTESTED)
+        reused = given & ((old & _AIMED) != 0)
+        found = tl.where(reused, old, tl.where(free, _UNCLAIMED, old & ~_CONTESTED))
         kind = tl.where(lost, _DOUBLE_ALLOC, kind)
+        kind = tl.where(reused, _REUSED_IN_FLIGHT, kind)
         kind = tl.where(outside, _DELTA_RANGE, kind)
     elif OP == _OP_FREE:
         held = inside & is_held(old)
-        got = tl.atomic_cas(word_ptr, tl.where(held, old, NEVER), owner)
+        freed = owner | (old & _AIMED)
+        got = tl.atomic_cas(word_ptr, tl.where(held, old, NEVER), freed)
         done = held & (got == old)
         flies = (old & _IN_FLIGHT) != 0
         row = (owner >> _ROW_SHIFT) & _ROW_MASK
@@ -95,7 +101,7 @@ def _apply_delta(
         kind = tl.where(done & (state == _CACHED) & (actor != _TREE), _FREE_IN_TREE, kind)
         kind = tl.where(done & flies, _FREE_IN_FLIGHT, kind)
         again = (held & ~done) | (inside & (state == _FREE))
-        found = tl.where(held & ~done, owner, old)
+        found = tl.where(held & ~done, freed, old)
         kind = tl.where(again, _DOUBLE_FREE, kind)
         kind = tl.where(outside & (slot != 0), _DELTA_RANGE, kind)
     elif OP == _OP_INSERT:
@@ -113,7 +119,9 @@ def _apply_delta(
     elif OP == _OP_HOLD:
         tl.store(word_ptr, old | _IN_FLIGHT, mask=inside)
     elif OP == _OP_LAND:
-        tl.store(word_ptr, old & ~_IN_FLIGHT, mask=inside)
+        tl.store(word_ptr, old & ~(_IN_FLIGHT | _AIMED), mask=inside)
+    elif OP == _OP_AIM:
+        tl.store(word_ptr, old | _AIMED, mask=inside)
     elif OP == _OP_TRIM:
         tl.store(word_ptr, old | _TRIMMED, mask=inside & is_held(old))
     elif OP == _OP_UNTRIM:
@@ -123,7 +131,7 @@ def _apply_delta(
         for k in range(page_size):
             near = inside & (head + k < slot_count)
             rest = tl.load(words_ptr + head + k, mask=near, other=0)
-            tl.store(words_ptr + head + k, rest & _OWNER_MASK, mask=near & is_held(rest))
+            tl.store(words_ptr + head + k, rest & (_OWNER_MASK | _AIMED), mask=near & is_held(rest))
 
     bad = kind != 0
     if tl.max(bad.to(tl.int32), 0) > 0:

@@ -57,6 +57,7 @@ class Kind(IntEnum):
     QUARANTINED_SLOT = 42  # the row names a slot that was taken out of circulation
     TRIMMED_SLOT = 43  # the row names a slot within the window whose window part was freed
     DELTA_RANGE = 44  # the allocator or the tree handled a slot outside the pool
+    REUSED_IN_FLIGHT = 45  # the allocator gave out a slot that a transfer between servers still uses
 
     # Order; see order_reference.py for the columns. One for each ticket.
     UNORDERED_FORWARD = 64  # the forward ahead of this one had not ended

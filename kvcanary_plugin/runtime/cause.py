@@ -29,6 +29,7 @@ _BY_KIND = {
     "free_in_use": "a release that counts too many tokens, or came too early",
     "free_in_tree": "a request freed what it had already handed to the prefix cache",
     "free_in_flight": "a slot was freed while a transfer still used it",
+    "reused_in_flight": "a transfer was given up, and its slots went on before the other server had let go of them",
     "host_free_in_flight": "host memory was given back while it was still being read or written",
     "host_double_free": "two paths free the same host slots",
     "host_slot_free": "a node of the prefix cache names host slots that it has given back",

@@ -17,7 +17,8 @@ from .adoption import make_records
 from .space import Space
 from .truth import Request, TruthTable
 
-FORMAT: Final = 1  # of what is sent: hot records and writers, as ShadowRecords has them
+# Of what is sent: hot records and writers, as ShadowRecords has them; and when a transfer that was given up is over.
+FORMAT: Final = 2
 Infos = tuple[list[int], list[int], list[int]]  # address, bytes, and bytes a page of each buffer
 
 

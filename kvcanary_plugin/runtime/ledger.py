@@ -19,12 +19,13 @@ from ..kernels.backend import Backend
 from ..kernels.mixing import as_array
 from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.records import ShadowRecords
+from .flights import Flights
 from .tenancy import Event, EventHistory, Tenants
 from .truth import Request
 
 NEIGHBOURS = 8
 FORWARDS_A_ROUND = 64  # at least that often every row is looked at, whatever is known of it
-_HARMLESS = (g.Op.ALLOC, g.Op.INSERT, g.Op.HOLD, g.Op.LAND, g.Op.UNTRIM)
+_HARMLESS = (g.Op.ALLOC, g.Op.INSERT, g.Op.HOLD, g.Op.LAND, g.Op.UNTRIM, g.Op.AIM)
 _SLOTS_PER_REMEMBERED = 8  # one slot is remembered in the history for every so many of the pool: one byte a slot
 
 
@@ -47,6 +48,7 @@ class Ledger:
         tenants, history: who is who, and what was done lately.
         may_share: nobody tells which slots the radix tree holds, so requests may share any.
         before_free: called ahead of every free, so that transfers which are over have landed by then.
+        flights: transfers between servers that use slots, None where there are none.
         is_muted: nobody listens: what is found takes no room from what other checks find.
     """
 
@@ -75,6 +77,7 @@ class Ledger:
         self.history = EventHistory(max(64, records.slot_count // _SLOTS_PER_REMEMBERED))
         self.may_share = True
         self.before_free: Callable[[], None] | None = None
+        self.flights: Flights | None = None
         self.is_muted = False
         self._unheard = ViolationBuffer(1, device)
         self._allocator = allocator
@@ -108,6 +111,8 @@ class Ledger:
     def note_alloc(self, slots: torch.Tensor | None) -> None:
         """The allocator gave out ``slots``; None if it could not."""
         if slots is not None:
+            if self.flights is not None:
+                self.flights.poll()
             self._note(g.Op.ALLOC, slots)
 
     def note_free(self, slots: torch.Tensor) -> None:
@@ -160,6 +165,10 @@ class Ledger:
         """The transfer is over."""
         self._note(g.Op.LAND, slots)
 
+    def aim(self, slots: torch.Tensor) -> None:
+        """A transfer between servers uses ``slots``; they must not be given out before :meth:`land`."""
+        self._note(g.Op.AIM, slots)
+
     def note_row_free(self, row: int) -> None:
         """The request on ``row`` has left it. Its slots may be freed before or after."""
         self.tenants.leave(row)
@@ -172,6 +181,8 @@ class Ledger:
         self._left.clear()
         self._group = None
         self._queue[:] = [Delta(g.Op.FREE, 0, None)]
+        if self.flights is not None:
+            self.flights.clear()
 
     def act_for_row(self, row: int) -> None:
         """What is noted until :meth:`stop_acting` is done for the request on ``row``."""
@@ -198,6 +209,9 @@ class Ledger:
     def apply(self, step: int, violations: ViolationBuffer) -> None:
         """Bring the ledger up to what was noted, ahead of forward ``step``. Enqueued on the forward's stream."""
         violations = self._unheard if self.is_muted else violations
+        if self.flights is not None:
+            self.flights.poll()
+            self.flights.step = step + 1
         if self._left:
             # Ahead of the frees: a finished request frees its slots first and its row last.
             rows = torch.tensor(self._left, pin_memory=not self._on_host).to(self.seats.device, non_blocking=True)
@@ -296,7 +310,7 @@ class Ledger:
         """States of the slots around ``slot``, which is in brackets: ``..oo[o]cc.``. Waits for the device."""
         first = max(slot - NEIGHBOURS, 0)
         words = self.words[first : slot + NEIGHBOURS + 1].tolist()
-        letters = [_LETTERS[g.state_of(word)] if not word & g.IN_FLIGHT else "i" for word in words]
+        letters = [_LETTERS[g.state_of(word)] if not word & (g.IN_FLIGHT | g.AIMED) else "i" for word in words]
         if 0 <= slot - first < len(letters):
             letters[slot - first] = f"[{letters[slot - first]}]"
         return "".join(letters)

@@ -25,6 +25,7 @@ _DONE = {
     g.Op.LAND: "let go by a transfer",
     g.Op.TRIM: "freed for the sliding window",
     g.Op.UNTRIM: "given back to the sliding window",
+    g.Op.AIM: "handed to a transfer between servers",
 }
 
 
@@ -85,6 +86,10 @@ def _explain(ledger: Ledger, step: Step, row: Sequence[int], page_size: int, tra
             evidence.append("the slot lies behind the end of the request in its last page")
     if not forward and caller is None:
         evidence.append("called by the radix tree" if actor == g.TREE else "called for no request")
+    sent_for = None
+    if kind is r.Kind.REUSED_IN_FLIGHT and ledger.flights is not None:
+        sent_for = ledger.flights.find(slot, step.number)
+        evidence.insert(0, f"the transfer of {sent_for or 'a request'} may still write it, or read it to send it")
     return Finding(
         kind=kind.name.lower(),
         phase=phase,
@@ -95,7 +100,7 @@ def _explain(ledger: Ledger, step: Step, row: Sequence[int], page_size: int, tra
         request=step.requests[index].rid if forward else caller.request if caller else None,
         request_row=step.rows[index] if forward else caller.row if caller else None,
         state=_name_state(word) if is_inside else "outside",
-        owner=owner.request if owner else None,
+        owner=sent_for or (owner.request if owner else None),
         owner_row=owner.row if owner else None,
         owner_since=owner.step if owner else None,
         neighbours=neighbours,
@@ -105,7 +110,7 @@ def _explain(ledger: Ledger, step: Step, row: Sequence[int], page_size: int, tra
 
 
 def _name_state(word: int) -> str:
-    flags = (("in_flight", g.IN_FLIGHT), ("contested", g.CONTESTED), ("trimmed", g.TRIMMED))
+    flags = (("in_flight", g.IN_FLIGHT | g.AIMED), ("contested", g.CONTESTED), ("trimmed", g.TRIMMED))
     return "+".join([g.state_of(word).name.lower(), *(name for name, flag in flags if word & flag)])
 
 

@@ -23,12 +23,14 @@ from ..report.jsonl import EventLog
 from ..report.reporter import Reporter
 from .consensus import Consensus
 from .control import Control
+from .flights import Flight, Flights
 from .guard import Guard
 from .handover import Handover, Infos
 from .heartbeat import Heartbeat
 from .hierarchy import Hierarchy
 from .ledger import Ledger
 from .policy import Levers, Quarantine
+from .sending import Sending
 from .speculation import Trees
 from .truth import Request
 
@@ -67,6 +69,7 @@ class Session:
         self.heartbeat = Heartbeat(self)
         self._model_runner: Any = None
         self._is_waived = False
+        self.sending: Sending | None = None
         atexit.register(self.reporter.close)
 
     def attach(
@@ -103,6 +106,7 @@ class Session:
                 guard.traffic.open_drafts()
             if role != "null":
                 guard.traffic.open_handover(ranks, receives=role == "decode")
+                self.sending = Sending() if role == "prefill" else None
         except UncoveredError as error:
             self.waive(error)
             return
@@ -153,6 +157,19 @@ class Session:
     def handover(self) -> Handover | None:
         """What goes to or comes from another server; None if there is none, or nobody looks."""
         return self.guard.traffic.handover if self.guard is not None else None
+
+    @property
+    def flights(self) -> Flights | None:
+        """Transfers under way; None if there are none, or nobody asks who owns a slot."""
+        ledger = self.guard.ledger if self.guard is not None else None
+        return ledger.flights if ledger is not None else None
+
+    def begin_flight(self, room: int, pages: Any, peer: str = "", answers: int = 1) -> Flight | None:
+        """See :meth:`Flights.begin`; None where nobody asks."""
+        begun: list[Flight] = []
+        if (flights := self.flights) is not None:
+            self.call(lambda _: begun.append(flights.begin(room, pages, peer, answers)))
+        return begun[0] if begun else None
 
     def splice(self, kv_cache: object, infos: Infos, halves: int) -> Infos:
         """See :meth:`Handover.splice`; of a pool that is not guarded, ``infos``."""

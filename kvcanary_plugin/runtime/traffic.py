@@ -16,6 +16,7 @@ from ..pool_patcher.spaces import GuardedPool
 from ..tiers import page_records
 from .backup_order import BackupOrder
 from .copies import Copies
+from .flights import Flights
 from .handover import Handover
 from .host_slots import FollowedSlots
 from .ledger import Ledger
@@ -158,6 +159,10 @@ class Traffic:
         """
         self._refuse_parts("prefill/decode disaggregation")
         name = hashlib.sha256(repr((ranks, self._pool.fingerprint)).encode()).hexdigest()
+        if self._ledger is not None:
+            self._ledger.flights = Flights(
+                self._ledger, self._pool.slot_count, self._pool.page_size, self._pool.req_to_token.device
+            )
         self.handover = Handover(self._spaces[0], self._truth, name[:12], receives=receives)
 
     def share_host(self, is_followed: Callable[[], bool]) -> None:

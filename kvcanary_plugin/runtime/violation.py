@@ -122,6 +122,7 @@ EXPLANATIONS: Final = {
     "free_in_use": "a slot was freed that the row of a running request names",
     "free_in_tree": "a slot was freed that the radix tree holds, and not by the radix tree",
     "free_in_flight": "a slot was freed that a transfer uses",
+    "reused_in_flight": "the allocator gave out a slot that a transfer between two servers still uses",
     "host_free_in_flight": "a host slot was freed that a transfer uses",
     "host_double_free": "a host slot was freed that is not given out",
     "host_slot_free": "a transfer uses a host slot that is not given out",

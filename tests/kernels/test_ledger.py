@@ -68,8 +68,8 @@ def make_ledger(slot_count: int, *, seed: int, page_size: int = 1, states: tuple
     serials, rows = pick(1, 6, slot_count), pick(1, ROWS + 3, slot_count)
     owners = serials << g.SERIAL_SHIFT | rows << g.ROW_SHIFT
     owners[pick(0, 5, slot_count) == 0] = 0
-    flags = pick(0, 128, slot_count) << g.STAMP_SHIFT
-    for flag in (g.IN_FLIGHT, g.CONTESTED, g.TRIMMED):
+    flags = pick(0, 1 << g.STAMP_BITS, slot_count) << g.STAMP_SHIFT
+    for flag in (g.IN_FLIGHT, g.CONTESTED, g.TRIMMED, g.AIMED):
         flags |= torch.where(pick(0, 8, slot_count) == 0, flag, 0)
     words = owners | flags | torch.tensor([int(state) for state in states])[pick(0, len(states), slot_count)]
     words[pick(0, 4, slot_count) == 0] = g.UNCLAIMED
@@ -240,7 +240,7 @@ def test_what_a_request_may_read(target: Target):
     owner = 1 << g.SERIAL_SHIFT | 1 << g.ROW_SHIFT
     other = 2 << g.SERIAL_SHIFT | 2 << g.ROW_SHIFT
     ledger = make_ledger(20, seed=0)
-    words = [owner | 1, other | 2, other | 2 | g.IN_FLIGHT, g.UNCLAIMED, owner | 3, owner | 1 | 77 << g.STAMP_SHIFT]
+    words = [owner | 1, other | 2, other | 2 | g.IN_FLIGHT, g.UNCLAIMED, owner | 3, owner | 1 | 33 << g.STAMP_SHIFT]
     ledger.words[1:7] = torch.tensor(words)
     ledger.req_to_token[1, :6] = torch.arange(1, 7)
     for one in (REFERENCES, target):

@@ -1,35 +1,55 @@
-"""Records beside KV that goes from one pool to another, both of SGLang, copied page by page as transports do."""
+"""Records beside KV that goes from one pool to another, both of SGLang, which also says what is copied where."""
 
 import ctypes
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import is_mla_backend
 
 from kvcanary_plugin.kernels import record as r
+from kvcanary_plugin.patches.disaggregation import HALVES
 from tests.engine import Engine
 
 TOKENS = 12
 
 
-@pytest.fixture
-def pair():
+@pytest.fixture(params=["mha", "mla"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=[1, 4])
+def pair(kind, request):
     """A prefill and a decode engine, their lists of buffers, and a request whose KV the first one has."""
-    engines = Engine(), Engine()
+    engines = [Engine(latent=kind == "mla", page_size=request.param) for _ in range(2)]
     for engine, receives in zip(engines, (False, True), strict=True):
         engine.guard.traffic.open_handover(1, receives=receives)
-    lists = [engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), 2) for engine in engines]
+    halves = HALVES[type(engines[0].pool).__name__]
+    lists = [engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), halves) for engine in engines]
     sent = engines[0].request(TOKENS)
     engines[0].prefill(sent)
     return *engines, lists, sent
 
 
-def transfer(lists, source, target):
-    """Copy the registered bytes of slots ``source`` to slots ``target``."""
+def transfer(decode, lists, source, target):
+    """Have SGLang send the pages of slots ``source`` to those of slots ``target``; the wire is a copy."""
+
+    def copy(_, blocks):
+        for start, end, size in blocks:
+            ctypes.memmove(end, start, size)
+        return 0
+
     (of, _, items), (to, _, others) = lists
     assert items == others
-    for start, end, size in zip(of, to, items, strict=True):
-        for here, there in zip(source, target, strict=True):
-            ctypes.memmove(end + there * size, start + here * size, size)
+    manager = object.__new__(MooncakeKVManager)
+    manager.is_mla_backend, manager.enable_custom_mem_pool = is_mla_backend(decode.pool), False
+    manager.kv_args = SimpleNamespace(prefill_start_layer=0)
+    manager._transfer_data = copy
+    pages = [np.array(slots[:: decode.page_size], dtype=np.int32) // decode.page_size for slots in (source, target)]
+    assert manager._send_kvcache_generic("", of, to, items, *pages, None) == 0
 
 
 def receive(decode, lists, sent, source, order=None):
@@ -38,7 +58,7 @@ def receive(decode, lists, sent, source, order=None):
     decode.rows.alloc([request])
     target = decode.allocator.alloc(TOKENS)
     decode.rows.req_to_token[request.req_pool_idx, :TOKENS] = target.int()
-    transfer(lists, source, [target.tolist()[place] for place in order or range(TOKENS)])
+    transfer(decode, lists, source, [target.tolist()[place] for place in order or range(TOKENS)])
     decode.guard.traffic.handover.take_over(request, target)
     request.kv_committed_len = TOKENS
     decode.run(request, steps=3)
@@ -49,16 +69,15 @@ def slots_of(engine, request):
     return engine.rows.req_to_token[request.req_pool_idx, :TOKENS].tolist()
 
 
-def test_both_halves_grow_alike(pair):
+def test_both_halves_grow_alike(pair, kind):
     prefill, decode, lists, _ = pair
-    plain = prefill.pool.get_contiguous_buf_infos()
-    layers = len(plain[0]) // 2
     for engine, (pointers, sizes, items) in zip((prefill, decode), lists, strict=True):
-        assert len(pointers) == len(sizes) == len(items) == 2 * layers + 2
-        handover = engine.guard.traffic.handover
-        assert pointers[layers] == handover.hot.data_ptr()
-        assert items[layers] + items[-1] == handover.bytes_per_token == 40
-        assert pointers[:layers] + pointers[layers + 1 : -1] == engine.pool.get_contiguous_buf_infos()[0]
+        plain, handover = engine.pool.get_contiguous_buf_infos()[0], engine.guard.traffic.handover
+        middle = len(plain) // 2 if kind == "mha" else len(plain)
+        assert len(pointers) == len(sizes) == len(items) == len(plain) + 2
+        assert pointers[middle] == handover.hot.data_ptr()
+        assert items[middle] + items[-1] == handover.bytes_per_token * engine.page_size == 40 * engine.page_size
+        assert pointers[:middle] + pointers[middle + 1 : -1] == plain
     assert prefill.guard.traffic.handover.hot is prefill.guard.records.hot
     assert decode.guard.traffic.handover.hot is not decode.guard.records.hot
     assert prefill.guard.traffic.handover.tag == decode.guard.traffic.handover.tag
@@ -72,16 +91,42 @@ def test_what_arrives_whole_is_silent(pair):
     assert not decode.guard.traffic.handover.hot[target].any(), "the inbox is empty again"
 
 
-def test_what_did_not_arrive_is_found(pair):
+@pytest.mark.parametrize("missing", [4, 8])
+def test_a_transfer_that_ends_early_is_found_and_says_where(pair, missing):
+    """Every position that has come is sound, and every one that has not is named: how many there are, tokens say."""
     prefill, decode, lists, sent = pair
-    receive(decode, lists, sent, slots_of(prefill, sent)[:-1], range(TOKENS - 1))
-    assert {(v.check, v.kind, v.position) for v in decode.violations} == {("chain", "dead_slot", TOKENS - 1)}
+    receive(decode, lists, sent, slots_of(prefill, sent)[:-missing], range(TOKENS - missing))
+    assert {(v.check, v.kind, v.position) for v in decode.violations} == {
+        ("chain", "dead_slot", position) for position in range(TOKENS - missing, TOKENS)
+    }
 
 
 def test_what_arrives_in_another_order_is_found(pair):
     prefill, decode, lists, sent = pair
-    receive(decode, lists, sent, slots_of(prefill, sent), [1, 0, *range(2, TOKENS)])
-    assert {(v.check, v.position) for v in decode.violations} == {("chain", 0), ("chain", 1)}
+    receive(decode, lists, sent, slots_of(prefill, sent), [*range(4, 8), *range(4), *range(8, TOKENS)])
+    assert {v.check for v in decode.violations} == {"chain"}
+    assert {v.position for v in decode.violations} == set(range(8))
+
+
+def test_a_page_that_arrives_twice_in_the_slots_of_another_is_found(pair):
+    prefill, decode, lists, sent = pair
+    source = slots_of(prefill, sent)
+    receive(decode, lists, sent, [*source, *source[4:8]], [*range(TOKENS), *range(4)])
+    assert {v.check for v in decode.violations} == {"chain"}
+    assert {v.position for v in decode.violations} == set(range(4))
+
+
+def test_a_page_that_arrives_late_in_the_slots_of_somebody_else_is_found(pair):
+    prefill, decode, lists, sent = pair
+    decode.random.manual_seed(1)  # other KV than the prefill engine has
+    running = decode.request(TOKENS)
+    decode.prefill(running)
+    decode.run(running, steps=2)
+    assert decode.violations == []
+    slots = slots_of(decode, running)[:4]
+    transfer(decode, lists, slots_of(prefill, sent)[:4], slots)
+    decode.settle_scrub()
+    assert {(v.check, v.slot) for v in decode.violations} == {("content", slot) for slot in slots}
 
 
 def test_another_request_in_its_place_is_found(pair):
@@ -92,12 +137,14 @@ def test_another_request_in_its_place_is_found(pair):
     assert {v.check for v in decode.violations} == {"chain"}
 
 
-def test_bytes_that_changed_on_the_way_are_found(pair):
+def test_bytes_that_changed_on_the_way_are_found(pair, kind):
     prefill, decode, lists, sent = pair
     slot = slots_of(prefill, sent)[5]
-    prefill.pool.v_buffer[1].view(torch.int16)[slot, 0, 0] ^= 4
+    buffers = prefill.pool.v_buffer if kind == "mha" else prefill.pool.kv_buffer
+    buffers[1].view(torch.int16)[slot, 0, 0] ^= 4
     receive(decode, lists, sent, slots_of(prefill, sent))
-    assert {(v.check, v.layer, v.half, v.position) for v in decode.violations} == {("content", 1, "V", 5)}
+    half = {"mha": "V", "mla": "KV"}[kind]
+    assert {(v.check, v.layer, v.half, v.position) for v in decode.violations} == {("content", 1, half, 5)}
 
 
 def test_a_request_without_a_transfer_goes_by_its_tokens(pair):
@@ -110,3 +157,23 @@ def test_a_request_without_a_transfer_goes_by_its_tokens(pair):
     request.kv_committed_len = TOKENS
     decode.run(request, steps=3)
     assert decode.violations == []
+
+
+@pytest.mark.parametrize(
+    "name", ["drop_sent_page", "short_transfer", "wrong_slot", "swap_sent_pages", "swap_sent_rows"]
+)
+def test_every_fault_of_the_way_is_found_where_it_was_put_in(name):
+    prefill, decode = Engine(page_size=4), Engine(page_size=4, inject=f"{name}@1")
+    for engine, receives in ((prefill, False), (decode, True)):
+        engine.guard.traffic.open_handover(1, receives=receives)
+    lists = [
+        engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), 2) for engine in (prefill, decode)
+    ]
+    sent = prefill.request(TOKENS)
+    prefill.prefill(sent)
+    receive(decode, lists, sent, slots_of(prefill, sent))
+    (injected,) = [fields for event, fields in decode.reporter.events if event == "injected"]
+    assert injected["step"] == 1
+    assert {(v.check, v.position, v.step) for v in decode.violations} == {
+        (injected["check"], position, 1) for position in injected["positions"]
+    }
