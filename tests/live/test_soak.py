@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-pytestmark = pytest.mark.live
+from kvcanary_plugin.versions import installed_sglang
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(Version(installed_sglang()) != Version("0.5.15"), reason="its faults are those of 0.5.15"),
+]
 COMMAND = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "server" / "gpu_soak.py"), "--device=cpu"]
 
 
@@ -21,6 +29,9 @@ def soak(folder, *more):
     return done, modes["page1"]
 
 
+@pytest.mark.skipif(
+    os.environ.get("KVCANARY_TEST_SOAK") != "1", reason="takes minutes; asked for by KVCANARY_TEST_SOAK=1"
+)
 def test_clean_minutes_and_every_fault_behind_them(tmp_path):
     done, row = soak(tmp_path)
 
@@ -33,10 +44,10 @@ def test_clean_minutes_and_every_fault_behind_them(tmp_path):
 
 
 def test_damage_in_the_clean_part_is_told(tmp_path):
-    done, row = soak(tmp_path, "--inject=flip_running@30")
+    done, row = soak(tmp_path, "--inject=swap_entries@5")
 
     assert done.returncode == 1, done.stdout + done.stderr
-    assert [report["check"] for report in row["reports"]] == ["content"]
+    assert {report["check"] for report in row["reports"]} == {"chain"}
 
 
 def test_a_server_that_does_not_start_is_told_apart(tmp_path):
