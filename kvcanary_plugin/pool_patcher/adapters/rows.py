@@ -70,15 +70,15 @@ def read_rows(pool: Any, layers: Sequence[int] | None = None, prefix: str = "") 
     parts = []
     for name, half, tensors in buffers:
         for layer, tensor in zip(_layers_of(pool, tensors, layers), tensors, strict=True):
-            axis = _slot_axis(pool, name, tensor)
-            held = int(tensor.shape[0]) * (page_size if axis else 1)
+            axes = _slot_axes(pool, name, tensor)
+            held = int(tensor.shape[0]) * (page_size if axes else 1)
             if held < slot_count:
                 raise UncoveredError(
                     f"KV pool {_name(pool)} has buffer {name} with {held} slots in layer {layer} where the pool has "
                     f"{slot_count}"
                 )
-            backed = tensor[: page_count if axis else slot_count]
-            parts += [Part(layer, prefix + half, piece) for piece in view_slots(backed, slot_axis=axis)]
+            backed = tensor[: page_count if axes else slot_count]
+            parts += [Part(layer, prefix + half, piece) for piece in view_slots(backed, slot_axes=axes)]
     for layer, half, piece in read_index(pool, slot_count, lambda found: _layers_of(pool, found, layers)):
         parts.append(Part(layer, prefix + half, piece[:page_count]))
     return Rows(tuple(parts), slot_count, page_size)
@@ -118,7 +118,7 @@ def _refuse_translated(pool: Any) -> None:
 
 
 def _count_slots(pool: Any, name: str, tensor: torch.Tensor) -> int:
-    return int(tensor.shape[0]) * (int(pool.page_size) if _slot_axis(pool, name, tensor) else 1)
+    return int(tensor.shape[0]) * (int(pool.page_size) if _slot_axes(pool, name, tensor) else 1)
 
 
 def _count_backed(pool: Any, slot_count: int) -> int:
@@ -133,12 +133,12 @@ def _count_backed(pool: Any, slot_count: int) -> int:
     return min(slot_count, int(pool.size) + int(pool.page_size))
 
 
-def _slot_axis(pool: Any, name: str, tensor: torch.Tensor) -> int:
-    """Which dimension counts the slots of a page; 0 where the first one counts slots and there are no pages."""
+def _slot_axes(pool: Any, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Which dimensions count the slots of a page, see :func:`view_slots`; none where the first one counts slots."""
     layout, page_size = getattr(pool, "kv_cache_layout", None), int(pool.page_size)
     if tensor.ndim <= 3:
         is_paged = layout is None and tensor.shape[0] < int(pool.size) + page_size and tensor.shape[1] == page_size
-        return 1 if is_paged else 0
+        return (1,) if is_paged else ()
     if tensor.ndim == 4:
         if layout == "hnd":
             axes = [2]
@@ -148,7 +148,7 @@ def _slot_axis(pool: Any, name: str, tensor: torch.Tensor) -> int:
             axes = [1, 2]
         fitting = [axis for axis in axes if tensor.shape[axis] == page_size]
         if len(fitting) == 1:
-            return fitting[0]
+            return (fitting[0],)
     raise UncoveredError(
         f"KV pool {_name(pool)} is not covered in this layout: buffer {name} of shape {tuple(tensor.shape)} and layout "
         f"{layout!r} interleaves the bytes of different slots, or it is not clear which dimension counts them"
