@@ -16,7 +16,7 @@ from kvcanary_plugin.errors import UncoveredError
 from kvcanary_plugin.pool_patcher.adapters import adapt_model_runner, adapt_pool, draft_pool, list_gaps
 
 from .composite import deepseek_v4, swa_pool
-from .single import flat, mha, need, rows
+from .single import flat, mha, mxfp8, need, rows
 
 
 def make_mha(kind: type, **options: Any) -> Any:
@@ -124,11 +124,19 @@ def test_pages_that_end_within_a_group_are_refused():
     assert "pages of 96 positions, which do not consist of whole groups of 128" in gap
 
 
-def test_interleaved_scales_are_refused():
-    need("MHATokenToKVPoolMXFP8")
-    pool = mp.MHATokenToKVPoolMXFP8(128, 128, torch.float8_e4m3fn, 2, 32, 2, "cpu", False)
+def test_scales_that_are_interleaved_in_another_way_are_refused():
+    built = mxfp8()
+    assert list_gaps(built.pool, built.allocator) == []
+    built.pool.v_scale_buffer = [buffer.reshape(2, 2, 4, 8, 16) for buffer in built.pool.v_scale_buffer]
 
-    assert "buffer k_scale_buffer of shape (2, 2, 32, 4, 1)" in list_gaps(pool, flat(pool).allocator)[0]
+    assert "buffer v_scale_buffer of shape (2, 2, 4, 8, 16)" in list_gaps(built.pool, built.allocator)[0]
+
+
+def test_five_dimensions_are_groups_only_where_the_pool_says_so():
+    built = mxfp8()
+    built.pool.mxfp8_sf_interleaved = False
+
+    assert "buffer k_scale_buffer of shape (2, 2, 32, 4, 4)" in list_gaps(built.pool, built.allocator)[0]
 
 
 def test_hisparse_is_refused():

@@ -56,7 +56,8 @@ CATALOGUE = (
     Entry(
         "MHATokenToKVPoolMXFP8",
         "0.5.16",
-        refused="the scales of the slots of a page are interleaved, so that no stride leads from one slot to the next",
+        halves=(("full", ("K", "V", "K scale", "V scale")),),
+        tested="0.5.23",
     ),
     Entry(
         "PageMajorMHATokenToKVPool",

@@ -149,6 +149,10 @@ def _slot_axes(pool: Any, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         fitting = [axis for axis in axes if tensor.shape[axis] == page_size]
         if len(fitting) == 1:
             return (fitting[0],)
+    if tensor.ndim == 5 and name.endswith("scale_buffer") and getattr(pool, "mxfp8_sf_interleaved", False):
+        lanes, groups = tensor.shape[2:4]
+        if lanes * groups == page_size:
+            return (3, 2)
     raise UncoveredError(
         f"KV pool {_name(pool)} is not covered in this layout: buffer {name} of shape {tuple(tensor.shape)} and layout "
         f"{layout!r} interleaves the bytes of different slots, or it is not clear which dimension counts them"
