@@ -160,32 +160,3 @@ def mla(kind: str = "MLATokenToKVPool", dtype: torch.dtype = torch.bfloat16, pag
 
 def dsa() -> Built:
     return flat(need("DSATokenToKVPool")(64, 64, 16, torch.bfloat16, 8, LAYERS, "cpu", 128, False, 24))
-
-
-def mxfp8() -> Built:
-    return flat(need("MHATokenToKVPoolMXFP8")(128, 128, FP8, 2, 128, LAYERS, "cpu", False, v_head_dim=128))
-
-
-def mxfp8_writes(built: Built) -> Iterator[Write]:
-    """Its setter is a kernel for a GPU; whose the words of the scales are is what its plain reader says."""
-    pool = built.pool
-    for layer in range(LAYERS):
-        for half, buffers, scales in (
-            ("K", pool.k_buffer, pool.k_scale_buffer),
-            ("V", pool.v_buffer, pool.v_scale_buffer),
-        ):
-            words = scales[layer].view(torch.uint8).view(-1).view(torch.int32)
-            numbers = torch.arange(words.numel(), dtype=torch.int32).view(torch.uint8).view(scales[layer].shape)
-            for slot in range(pool.size + pool.page_size):
-                at = torch.tensor([slot])
-
-                def run(buffer: torch.Tensor = buffers[layer], at: torch.Tensor = at) -> None:
-                    buffer.view(torch.uint8)[at] = 0x55
-
-                yield Write("full", slot, layer, frozenset({half}), run)
-
-                def scale(words: torch.Tensor = words, numbers: torch.Tensor = numbers, at: torch.Tensor = at) -> None:
-                    found = pool._read_sf_interleaved(numbers, at).contiguous().view(torch.uint8)
-                    words[found.view(-1).view(torch.int32).long()] = 0x55555555
-
-                yield Write("full", slot, layer, frozenset({f"{half} scale"}), scale)

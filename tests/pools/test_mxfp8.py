@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from .folding import Folding
-from .single import LAYERS, Built, mxfp8
+from .interleaved import interpreted, mxfp8
+from .single import LAYERS, Built
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Built:
-    built = mxfp8()
+def built() -> Built:
+    return mxfp8()
+
+
+def run(function: partial[None]) -> None:
     module = pytest.importorskip("sglang.kernels.ops.kvcache.mxfp8_interleave_sf")
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    kernel = interpreter.InterpretedFunction(module._store_sf_interleaved_kernel.fn)
-    monkeypatch.setattr(module, "_store_sf_interleaved_kernel", kernel)
-    return built
+    interpreted(function, module, "_store_sf_interleaved_kernel")
 
 
 def store(built: Built, slots: list[int], layer: int = 0) -> None:
@@ -28,7 +31,7 @@ def store(built: Built, slots: list[int], layer: int = 0) -> None:
     scales = torch.randint(1, 255, (2, count, 2, 4), generator=generator, dtype=torch.uint8)
     for buffer, row in zip((built.pool.k_buffer[layer], built.pool.v_buffer[layer]), rows, strict=True):
         buffer.view(torch.uint8)[at] = row
-    built.pool._write_scales(layer, at, *scales.view(torch.float8_e8m0fnu))
+    run(partial(built.pool._write_scales, layer, at, *scales.view(torch.float8_e8m0fnu)))
 
 
 @pytest.mark.parametrize("slots", [[1], [31, 32], [127, 128, 255], [200, 5, 96, 64, 161]])
@@ -72,7 +75,7 @@ def test_a_slot_that_it_moves_keeps_its_digest(built: Built):
     target = torch.tensor([101, 200, 255, 64])
     folding = Folding(built)
     (before,) = folding.fold()
-    pool.move_kv_cache(target, stored)
+    run(partial(pool.move_kv_cache, target, stored))
     (after,) = folding.fold()
     changed = np.flatnonzero((after != before).any(0))
 
