@@ -23,12 +23,13 @@ space, and it is live while they are. Of every layer, a slot's bytes are read wh
 slot lies in pieces, as in the HND layout, all pieces are read.
 
 *Tested* names the releases whose real pools are built small and on a CPU by `tests/pools`, which flips each byte and
-wants exactly its slot, layer and half reported, stores through the pool's own setters and wants nothing else to
-change, and flips the bytes that pad pages and wants silence. Some setters are kernels for a GPU and cannot run there.
-Rows of DeepSeek V4 are stored by SGLang's plain twin of theirs. Whose a byte of the index of DSA and DeepSeek V4 is,
-and where a page-major row lies, was written out by hand, from the layout that SGLang documents; page-major rows are
-held against the pool's own move as well. That every class of every release is listed here is tested against the
-published wheels.
+wants exactly its slot, layer and half reported, stores through the pool's own setters and wants nothing else to change,
+and flips the bytes that pad pages and wants silence. Some setters are kernels for a GPU and cannot run there. Rows of
+DeepSeek V4 are stored by SGLang's plain twin of theirs. Layout vectorized_5d, native NVFP4 scales and the scales of
+MXFP8 are stored by SGLang's kernels in Triton's interpreter; whose a word of the latter is, is what the pool's plain
+reader says. Whose a byte of the index of DSA and DeepSeek V4 is, and where a page-major row lies, was written out by
+hand, from the layout that SGLang documents; page-major rows are held against the pool's own move as well. That every
+class of every release is listed here is tested against the published wheels.
 """
 
 _IN_SERVERS = """

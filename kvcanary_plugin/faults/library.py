@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..kernels import record as r
@@ -143,7 +144,7 @@ def _kept_length(guard: Guard, step: Step, index: int) -> int:
 
 def bytes_of(rows: torch.Tensor, slot: int) -> torch.Tensor:
     """The bytes of one slot of a source, a view."""
-    return rows[slot // rows.shape[1], slot % rows.shape[1]]
+    return rows[tuple(int(index) for index in np.unravel_index(slot, rows.shape[:-1]))]
 
 
 def _flip_bit(

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels import record as r
 from ..kernels.poison_reference import poison_slots
-from .library import Fault, Injected
+from .library import Fault, Injected, bytes_of
 
 if TYPE_CHECKING:
     from ..runtime.guard import Guard
@@ -101,8 +101,7 @@ def _pick_path(
 
 def _copy_bytes(guard: Guard, target: int, source: int) -> None:
     for view in guard.pool.table.sources:
-        size = view.rows.shape[1]
-        view.rows[target // size, target % size] = view.rows[source // size, source % size]
+        bytes_of(view.rows, target).copy_(bytes_of(view.rows, source))
 
 
 def _tell(check: str, guard: Guard, step: Step, index: int, place: int, target: int, source: int) -> Injected:

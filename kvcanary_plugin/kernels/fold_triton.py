@@ -29,7 +29,7 @@ from .mixing_triton import (
     append_rows,
     mix,
 )
-from .pointers import pointers_of
+from .pointers import offset_of, pointers_of
 from .poison_reference import FIRST, LAST
 from .poison_triton import poison_of
 from .violations import ViolationBuffer
@@ -84,8 +84,8 @@ def _fold(
     writers_ptr, request: tl.int64, violations_ptr, violation_count_ptr, violation_capacity: tl.int64,
     expects_ptr,
     MODE: tl.constexpr, LOADED: tl.constexpr, SHARED: tl.constexpr, FINDS_POISON: tl.constexpr,
-    READ_BYTES: tl.constexpr, WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    READ_BYTES: tl.constexpr, WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0).to(tl.int64) % parts
@@ -108,7 +108,7 @@ def _fold(
     # Sources of this part; none where the slot is not wanted, so that a dead slot costs next to nothing.
     first = sources * part // parts
     last = tl.where(wanted, sources * (part + 1) // parts, first)
-    offset = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
+    offset = offset_of(slot, page_stride, slot_stride, PAGE_SIZE, GROUP_SIZE, GROUP_STRIDE)
     digests = tl.zeros((ROWS, BLOCK), tl.int64)
     locators = tl.zeros((ROWS, BLOCK), tl.int64)
     for begin in range(first, last, ROWS):
@@ -263,6 +263,8 @@ def launch_fold(
                 group.read_bytes,
                 group.words,
                 group.page_size,
+                group.group_size,
+                group.group_stride,
                 group.unit,
                 block_of(group.count, 1, tile // block),
                 block,

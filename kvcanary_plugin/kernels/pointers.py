@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
+import triton
+import triton.language as tl
 
 from .launch import is_compiling_only
 
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
     from ..pool_patcher.sources import SourceTable
 
 _WIDEST_UNIT = 16
+
+
+@triton.jit
+def offset_of(
+    slot, page_stride, slot_stride, PAGE_SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_STRIDE: tl.constexpr
+):
+    """Bytes from slot 0 to ``slot``. Constants say how groups lie, so that sources without any have the same code."""
+    at = slot % PAGE_SIZE
+    offset = slot // PAGE_SIZE * page_stride
+    if GROUP_SIZE < PAGE_SIZE:
+        offset += at // GROUP_SIZE * GROUP_STRIDE + at % GROUP_SIZE * slot_stride
+    else:
+        offset += at * slot_stride
+    return offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +42,9 @@ class SourceGroup:
         keys: int64 (count, words rounded up to even), the fold keys of these sources; even, so that pairs are loaded.
         read_bytes: bytes of a row.
         page_size: slots a page.
-        page_stride, slot_stride: bytes from page to page, and within a page from slot to slot.
+        page_stride, slot_stride: bytes from page to page, and from slot to slot within a page, or within a group.
+        group_size: slots of a group; all of a page where they do not lie in groups.
+        group_stride: bytes from group to group; 0 where there are none.
         unit: largest power of two, up to 16, that divides every address, stride and width; rows are loaded in such.
     """
 
@@ -36,6 +54,8 @@ class SourceGroup:
     page_size: int
     page_stride: int
     slot_stride: int
+    group_size: int
+    group_stride: int
     unit: int
 
     @property
@@ -58,11 +78,13 @@ class SourcePointers:
 
     def __init__(self, table: SourceTable) -> None:
         device = table.keys.device
-        shapes: dict[tuple[int, int, int, int, int], list[tuple[int, int]]] = {}
+        shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for index, source in enumerate(table.sources):
-            address, (page_stride, slot_stride, _) = source.rows.data_ptr(), source.rows.stride()
-            unit = math.gcd(_WIDEST_UNIT, source.read_bytes, address, page_stride, slot_stride)
-            shape = (source.read_bytes, source.page_size, page_stride, slot_stride, unit)
+            address, (page_stride, *groups, slot_stride, _) = source.rows.data_ptr(), source.rows.stride()
+            group_size, group_stride = (source.rows.shape[2], groups[0]) if groups else (source.page_size, 0)
+            strides = page_stride, slot_stride, group_size, group_stride
+            unit = math.gcd(_WIDEST_UNIT, source.read_bytes, address, page_stride, slot_stride, group_stride)
+            shape = (source.read_bytes, source.page_size, *strides, unit)
             shapes.setdefault(shape, []).append((address, index))
         self.groups = tuple(
             SourceGroup(torch.tensor(places).to(device), _keys_of(table, [b for _, b in places], shape[0]), *shape)

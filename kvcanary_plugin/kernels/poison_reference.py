@@ -49,10 +49,9 @@ def poison_slots(*, table: SourceTable, slots: torch.Tensor, chosen: torch.Tenso
     for index, source in enumerate(table.sources):
         if not int(chosen[index]):
             continue
-        size = source.page_size
+        place = source.place(slots)
         for edge in edges_of(source.read_bytes):
-            parts = source.rows[:, :, edge * 8 : edge * 8 + 8]
-            parts[slots // size, slots % size] = words[index].view(torch.uint8).view(-1, 8)
+            source.rows[..., edge * 8 : edge * 8 + 8][place] = words[index].view(torch.uint8).view(-1, 8)
 
 
 def find_survivors(table: SourceTable, slots: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .launch import block_of, jit, launch
 from .mixing_triton import mix
-from .pointers import pointers_of
+from .pointers import offset_of, pointers_of
 from .poison_reference import FINITE_MASK, POISON_SEED, SOURCE_SHIFT
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ def _store_word(address, word, mask, UNIT: tl.constexpr):
 @jit
 def _poison(
     places_ptr, sources: tl.int64, page_stride: tl.int64, slot_stride: tl.int64, slots_ptr, slot_count: tl.int64,
-    chosen_ptr, WHOLE_WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    chosen_ptr, WHOLE_WORDS: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    GROUP_STRIDE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.load(slots_ptr + tl.program_id(0).to(tl.int64))
     wanted = (slot >= 0) & (slot < slot_count)
-    offset = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
+    offset = offset_of(slot, page_stride, slot_stride, PAGE_SIZE, GROUP_SIZE, GROUP_STRIDE)
     for begin in range(0, sources, ROWS):
         source = begin + tl.arange(0, ROWS)
         inside = (source < sources) & wanted
@@ -86,7 +87,14 @@ def poison_slots(*, table: SourceTable, slots: torch.Tensor, chosen: torch.Tenso
                 table.slot_count,
                 chosen,
             ),
-            (whole_words, group.page_size, group.unit, block_of(group.count, 1, 128)),
+            (
+                whole_words,
+                group.page_size,
+                group.group_size,
+                group.group_stride,
+                group.unit,
+                block_of(group.count, 1, 128),
+            ),
             device=slots.device,
             warps=1,
         )

@@ -5,6 +5,7 @@ because a copy would be fingerprinted while the live bytes rot.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Source:
 
     Attributes:
         rows: uint8 (page_count, page_size, read_bytes), a view of the live buffer; the last dimension is contiguous.
+            Where the slots of a page lie in groups, (page_count, groups of a page, slots of a group, read_bytes).
         read_bytes: bytes of each slot that are read.
         words: the same as int64 (page_count * page_size, read_bytes / 8) where alignment and strides allow, else None.
     """
@@ -35,12 +37,12 @@ class Source:
     @property
     def page_size(self) -> int:
         """Slots a page holds."""
-        return int(self.rows.shape[1])
+        return math.prod(self.rows.shape[1:-1])
 
     @property
     def slot_count(self) -> int:
         """Slots there are, padding included."""
-        return int(self.rows.shape[0] * self.rows.shape[1])
+        return math.prod(self.rows.shape[:-1])
 
     @property
     def word_count(self) -> int:
@@ -52,10 +54,17 @@ class Source:
         if self.words is not None:
             torch.index_select(self.words, 0, slots, out=out)
             return
-        size = self.page_size
-        chosen = self.rows[slots] if size == 1 else self.rows[slots // size, slots % size]
+        chosen = self.rows[slots] if self.page_size == 1 else self.rows[self.place(slots)]
         out[:, -1] = 0
         out.view(torch.uint8)[:, : self.read_bytes] = chosen.view(slots.numel(), self.read_bytes)
+
+    def place(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Indices of ``slots``, int64 (n,), in all dimensions of ``rows`` but the last, int64 (n,) each."""
+        places: list[torch.Tensor] = []
+        for size in reversed(self.rows.shape[1:-1]):
+            places.insert(0, slots % size)
+            slots = slots // size
+        return (slots, *places)
 
 
 def clip_read_bytes(*, requested: int, num_bytes_per_token: int) -> int:
@@ -105,25 +114,31 @@ def make_row_source(*, layer_buffer: torch.Tensor, read_bytes: int) -> tuple[Sou
     return (make_source(rows.unsqueeze(1), read_bytes),)
 
 
-def view_slots(buffer: torch.Tensor, *, slot_axis: int = 0) -> tuple[torch.Tensor, ...]:
+def view_slots(buffer: torch.Tensor, *, slot_axes: Sequence[int] = ()) -> tuple[torch.Tensor, ...]:
     """The bytes of each slot of a buffer, as views of it: one for each stretch of bytes that lie together.
 
     Args:
-        buffer: (slot_count, ...) of any dtype, or (page_count, ..., page_size, ...) with the slots of a page along
-            ``slot_axis``. Rows may lie apart, and their elements in any order.
+        buffer: (slot_count, ...) of any dtype, or (page_count, ..., page_size, ...) with the slots of a page along one
+            of ``slot_axes``, or along two of them where they lie in groups. Rows may lie apart, and their elements in
+            any order.
+        slot_axes: first the one that counts groups, then the one that counts the slots of each.
 
     Returns:
-        uint8 (page_count, page_size, width) each, page_size being 1 for the first kind. In the order of their memory;
-        each byte of the buffer is in exactly one. None where the buffer is empty.
+        uint8 (page_count, page_size, width) each, page_size being 1 for the first kind; with groups uint8 (page_count,
+        groups of a page, slots of a group, width). In the order of their memory; each byte of the buffer is in exactly
+        one. None where the buffer is empty.
 
     Raises:
         ValueError: several elements share one place in memory.
     """
     if buffer.numel() == 0:
         return ()
-    moved = buffer.movedim(slot_axis, 1) if slot_axis else buffer.unsqueeze(1)
-    (pages, page_size), (page_stride, slot_stride) = moved.shape[:2], moved.stride()[:2]
-    inner = sorted((stride, size) for size, stride in zip(moved.shape[2:], moved.stride()[2:], strict=True) if size > 1)
+    outer = 1 + max(1, len(slot_axes))
+    moved = buffer.movedim(tuple(slot_axes), tuple(range(1, outer))) if slot_axes else buffer.unsqueeze(1)
+    item = buffer.element_size()
+    shape, strides = moved.shape[:outer], [stride * item for stride in moved.stride()[:outer]]
+    rest = zip(moved.shape[outer:], moved.stride()[outer:], strict=True)
+    inner = sorted((stride, size) for size, stride in rest if size > 1)
     if any(stride == 0 for stride, _ in inner):
         raise ValueError(
             f"kv-canary: buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} has elements that share "
@@ -133,12 +148,11 @@ def view_slots(buffer: torch.Tensor, *, slot_axis: int = 0) -> tuple[torch.Tenso
     while inner and inner[0][0] == width:
         width *= inner.pop(0)[1]
     starts = itertools.product(*(range(0, stride * size, stride) for stride, size in reversed(inner)))
-    item = buffer.element_size()
     flat = buffer.as_strided((1,), (1,), buffer.storage_offset()).view(torch.uint8)
     return tuple(
         flat.as_strided(
-            (pages, page_size, width * item),
-            (page_stride * item, slot_stride * item, 1),
+            (*shape, width * item),
+            (*strides, 1),
             (buffer.storage_offset() + sum(start)) * item,
         )
         for start in starts
@@ -185,24 +199,22 @@ def make_packed_source(
 
 
 def make_source(rows: torch.Tensor, read_bytes: int) -> Source:
-    """The source of uint8 (page_count, page_size, width), a view whose last dimension is contiguous.
+    """The source of uint8 (page_count, page_size, width), a view whose last dimension is contiguous; or with groups.
 
     Raises:
         ValueError: see :func:`clip_read_bytes`.
     """
-    clipped = clip_read_bytes(requested=read_bytes, num_bytes_per_token=rows.shape[2])
-    return Source(rows=rows[:, :, :clipped], read_bytes=clipped, words=_view_words(rows[:, :, :clipped]))
+    clipped = clip_read_bytes(requested=read_bytes, num_bytes_per_token=rows.shape[-1])
+    return Source(rows=rows[..., :clipped], read_bytes=clipped, words=_view_words(rows[..., :clipped]))
 
 
 def _view_words(rows: torch.Tensor) -> torch.Tensor | None:
     """The int64 view of uint8 rows with one row a slot, if there is one."""
-    pages, page_size, read_bytes = rows.shape
-    page_stride, slot_stride, _ = rows.stride()
-    if page_size > 1 and page_stride != page_size * slot_stride:
+    try:
+        flat = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
+    except RuntimeError:  # no single stride leads from slot to slot
         return None
-    stride = page_stride if page_size == 1 else slot_stride
-    flat = rows.as_strided((pages * page_size, read_bytes), (stride, 1))
-    if read_bytes % WORD_BYTES or stride % WORD_BYTES or flat.data_ptr() % WORD_BYTES:
+    if flat.shape[1] % WORD_BYTES or flat.stride(0) % WORD_BYTES or flat.data_ptr() % WORD_BYTES:
         return None
     return flat.view(torch.int64)
 

@@ -10,7 +10,13 @@ import torch
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.backend import REFERENCE
 from kvcanary_plugin.kernels.violations import ViolationBuffer
-from kvcanary_plugin.pool_patcher.sources import SourceTable, make_packed_source, make_row_source
+from kvcanary_plugin.pool_patcher.sources import (
+    SourceTable,
+    make_packed_source,
+    make_row_source,
+    make_source,
+    view_slots,
+)
 
 INT64 = torch.iinfo(torch.int64)
 
@@ -27,13 +33,21 @@ def random_bytes(*shape: int, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def make_table(
-    widths: list[int], slot_count: int, device: torch.device, *, apart: int = 0, page_size: int = 1, seed: int = 0
+    widths: list[int],
+    slot_count: int,
+    device: torch.device,
+    *,
+    apart: int = 0,
+    page_size: int = 1,
+    groups: int = 1,
+    seed: int = 0,
 ):
     """A table with one source for each width in bytes.
 
     Args:
         apart: unused bytes between two rows, or behind a page.
         page_size: above 1, pages hold that many slots.
+        groups: above 1, the slots of a page lie in that many groups: the first of each group, then the second of each.
     """
     named = []
     for index, width in enumerate(widths):
@@ -43,9 +57,14 @@ def make_table(
         else:
             pages = -(-slot_count // page_size)
             buffer = random_bytes(pages, page_size * width + apart, device=device, seed=seed + index)
-            (source,) = make_packed_source(
-                page_buffer=buffer, page_size=page_size, bytes_per_token=width, read_bytes=width
-            )
+            if groups > 1:
+                lanes = buffer[:, : page_size * width].unflatten(1, (page_size // groups, groups, width))
+                (rows,) = view_slots(lanes, slot_axes=(2, 1))
+                source = make_source(rows, width)
+            else:
+                (source,) = make_packed_source(
+                    page_buffer=buffer, page_size=page_size, bytes_per_token=width, read_bytes=width
+                )
         named.append(((index // 2, "KV"[index % 2]), source))
     return SourceTable(named, slot_count, device)
 

@@ -52,10 +52,10 @@ KERNELS = {
     "group": (map_triton._group, (256,)),
     "stage": (stage_triton._stage, (triton.language.int64, triton.language.int32, triton.language.int64, 1024)),
     "drain": (drain_triton._drain, (256,)),
-    "poison": (poison_triton._poison, (256, 1, 16, 64)),
-    "poison of bytes": (poison_triton._poison, (3, 16, 1, 4)),
-    "fold": (fold_triton._fold, (fold_triton.OUTPUT, False, False, False, 2048, 256, 1, 16, 1, 128)),
-    "seal, shared": (fold_triton._fold, (fold_triton.SEAL, True, True, True, 584, 73, 4, 4, 4, 128)),
+    "poison": (poison_triton._poison, (256, 1, 1, 0, 16, 64)),
+    "poison of bytes": (poison_triton._poison, (3, 16, 16, 0, 1, 4)),
+    "fold": (fold_triton._fold, (fold_triton.OUTPUT, False, False, False, 2048, 256, 1, 1, 0, 16, 1, 128)),
+    "seal, shared": (fold_triton._fold, (fold_triton.SEAL, True, True, True, 584, 73, 4, 4, 0, 4, 4, 128)),
     "delta, alloc": (ledger_triton._apply_delta, (1, 128)),
     "delta, free": (ledger_triton._apply_delta, (2, 128)),
     "delta, insert": (ledger_triton._apply_delta, (3, 256)),
@@ -67,7 +67,9 @@ KERNELS = {
     "stamp a tree": (tree_triton._stamp_tree, (16,)),
     "stamp a wide tree": (tree_triton._stamp_tree, (128,)),
     "commit a path": (tree_triton._commit_path, (16,)),
-    "scrub of bytes": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 13, 2, 3, 1, 2, 2)),
+    "scrub of bytes": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 13, 2, 3, 3, 0, 1, 2, 2)),
+    "scrub of groups": (fold_triton._fold, (fold_triton.COMPARE, False, True, False, 4, 1, 128, 32, 4, 4, 64, 2)),
+    "poison of groups": (poison_triton._poison, (2, 128, 32, 16, 8, 4)),
 }
 
 

@@ -11,7 +11,7 @@ from kvcanary_plugin.kernels.backend import REFERENCE, Backend
 from kvcanary_plugin.kernels.mixing import locate_source
 from kvcanary_plugin.pool_patcher.sources import SourceTable, make_row_source, make_source, view_slots
 
-# widths of the sources in bytes, unused bytes between rows, slots a page
+# widths of the sources in bytes, unused bytes between rows, slots a page, groups of a page
 LAYOUTS = {
     "plain": ([64, 64, 64, 64], 0, 1),
     "rows apart": ([64, 64], 16, 1),
@@ -21,6 +21,10 @@ LAYOUTS = {
     "two-byte units": ([18, 18], 4, 1),
     "packed 584": ([584, 584], 576, 4),
     "packed odd": ([7, 7], 5, 3),
+    "groups of 32": ([4, 4], 0, 128, 4),
+    "groups of one": ([16, 5], 0, 3, 3),
+    "groups of odd rows": ([13, 7, 13], 3, 24, 8),
+    "groups of long rows": ([584, 32], 8, 12, 2),
     "of every width": ([32, 8, 32, 13, 584, 8], 8, 1),
     "long": ([2056], 0, 1),
 }
@@ -28,8 +32,8 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS, ids=str)
 def table(request: pytest.FixtureRequest, device: torch.device) -> SourceTable:
-    widths, apart, page_size = LAYOUTS[request.param]
-    return make_table(widths, 48, device, apart=apart, page_size=page_size)
+    widths, apart, page_size, *groups = LAYOUTS[request.param]
+    return make_table(widths, 48, device, apart=apart, page_size=page_size, groups=groups[0] if groups else 1)
 
 
 def fold(backend: Backend, table: SourceTable, slots: torch.Tensor) -> torch.Tensor:
@@ -63,7 +67,7 @@ def test_rows_in_pieces_of_a_head_each(triton_backend: Backend, device: torch.de
     named = []
     for index, half in enumerate("KVKV"):
         buffer = random_bytes(48 // page_size, 3, page_size, 2 * head_dim, device=device, seed=index)
-        pieces = view_slots(buffer.view(torch.bfloat16), slot_axis=2)
+        pieces = view_slots(buffer.view(torch.bfloat16), slot_axes=(2,))
         assert [piece.shape for piece in pieces] == [(48 // page_size, page_size, 2 * head_dim)] * 3
         named += [((index // 2, half), make_source(piece, 2 * head_dim)) for piece in pieces]
     table = SourceTable(named, 48, device)
@@ -77,6 +81,32 @@ def test_rows_in_pieces_of_a_head_each(triton_backend: Backend, device: torch.de
     assert torch.equal(after, fold(REFERENCE, table, slots))
     assert torch.nonzero((after != before).any(0)).flatten().tolist() == [5]
     assert locate_source(*before[:, 5].tolist(), *after[:, 5].tolist(), len(table.sources)) == 7
+
+
+@pytest.mark.parametrize("lanes", [8, 5])
+@pytest.mark.parametrize(("heads", "width"), [(2, 4), (3, 1), (1, 13)])
+def test_groups_in_pieces_of_a_head_each(
+    triton_backend: Backend, device: torch.device, lanes: int, heads: int, width: int
+):
+    """The layout of MXFP8 scales: (page, head, slot of a group, group, byte)."""
+    buffer = random_bytes(2, heads, lanes, 4, width, device=device, seed=lanes)
+    named = [((0, "K scale"), make_source(piece, width)) for piece in view_slots(buffer, slot_axes=(3, 2))]
+    assert len(named) == heads
+    table = SourceTable(named, 2 * 4 * lanes, device)
+    places = {(0, 0, 0, 1), (1, heads - 1, lanes - 1, 3), (1, 0, 2, 0)}  # page, head, slot of a group, group
+    damaged = {(page * 4 + group) * lanes + lane: head for page, head, lane, group in places}
+    slots = torch.tensor([0, 1, *damaged, lanes - 1, 4 * lanes], device=device)
+    before = fold(REFERENCE, table, slots)
+    assert torch.equal(fold(triton_backend, table, slots), before)
+    for page, head, lane, group in places:
+        buffer[page, head, lane, group, -1] ^= 1
+    after = fold(triton_backend, table, slots)
+    assert torch.equal(after, fold(REFERENCE, table, slots))
+    located = {
+        int(slots[at]): locate_source(*before[:, at].tolist(), *after[:, at].tolist(), heads)
+        for at in torch.nonzero((after != before).any(0)).flatten().tolist()
+    }
+    assert located == damaged
 
 
 def test_no_slots_and_no_sources(triton_backend: Backend, device: torch.device):

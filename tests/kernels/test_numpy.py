@@ -3,10 +3,17 @@
 import pytest
 import torch
 
+from kvcanary_plugin.faults.library import bytes_of
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.backend import NUMPY, REFERENCE
 from kvcanary_plugin.kernels.violations import ViolationBuffer
-from kvcanary_plugin.pool_patcher.sources import SourceTable, make_packed_source, make_row_source
+from kvcanary_plugin.pool_patcher.sources import (
+    SourceTable,
+    make_packed_source,
+    make_row_source,
+    make_source,
+    view_slots,
+)
 
 SLOTS = 700
 LENGTHS = {
@@ -19,7 +26,7 @@ LENGTHS = {
 
 
 def make_table():
-    """Rows of whole words, of odd width, and packed pages with a gap behind them."""
+    """Rows of whole words, of odd width, packed pages with a gap behind them, and pages of groups."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(*shape):
@@ -30,7 +37,8 @@ def make_table():
     packed = make_packed_source(
         page_buffer=noise(SLOTS // 4, 4 * 24 + 8), page_size=4, bytes_per_token=24, read_bytes=24
     )
-    named = [((index, "K"), source) for index, source in enumerate([*whole, *odd, *packed])]
+    grouped = [make_source(rows, 16) for rows in view_slots(noise(SLOTS // 20, 1, 5, 4, 16), slot_axes=(3, 2))]
+    named = [((index, "K"), source) for index, source in enumerate([*whole, *odd, *packed, *grouped])]
     return SourceTable(named, SLOTS, torch.device("cpu"))
 
 
@@ -92,8 +100,8 @@ def nothing(records, req_to_token, table, rows, free):
 
 
 def flip_bytes(records, req_to_token, table, rows, free):
-    for source, slot in zip(table.sources, free[:6].tolist(), strict=True):
-        source.rows[slot // source.page_size, slot % source.page_size, -1] ^= 1
+    for source, slot in zip(table.sources, free[:7].tolist(), strict=True):
+        bytes_of(source.rows, slot)[-1] ^= 1
 
 
 def swap_entries(records, req_to_token, table, rows, free):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import make_table, poisoned_violations, random_words, rows_of
 
+from kvcanary_plugin.faults.library import bytes_of
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.backend import NUMPY, REFERENCE, Backend
 from kvcanary_plugin.kernels.poison_reference import FIRST, LAST, edges_of, find_survivors, poison_words
@@ -17,6 +18,8 @@ TABLES = {
     "ugly widths": {"widths": [584, 24, 13, 7, 1, 9], "apart": 3},
     "pages": {"widths": [132, 64], "page_size": 16, "apart": 8},
     "odd pages": {"widths": [21, 40], "page_size": 4, "apart": 1},
+    "groups": {"widths": [16, 24, 4], "page_size": 32, "groups": 4, "apart": 8},
+    "odd groups": {"widths": [21, 9], "page_size": 12, "groups": 4, "apart": 1},
 }
 CHOSEN_SLOTS = [1, 95, 17, 18, 40]
 
@@ -89,8 +92,7 @@ def seal(backend: Backend, device: torch.device, name: str, stored: dict[int, li
     for slot in CHOSEN_SLOTS:
         for index, source in enumerate(table.sources):
             if index not in stored.get(slot, []):
-                size = source.page_size
-                source.rows[slot // size, slot % size] = fresh.sources[index].rows[slot // size, slot % size]
+                bytes_of(source.rows, slot).copy_(bytes_of(fresh.sources[index].rows, slot))
     records = random_words(SLOTS, r.RECORD_WORDS, device=device, seed=1)
     records[:, r.IDENTITY] &= ~r.LIVE_BIT
     writers = random_words(SLOTS, device=device, seed=2)

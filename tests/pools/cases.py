@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import composite, single
+from . import composite, interleaved, single
 from .single import FP4, FP8, Built, Write
 
 
@@ -41,6 +41,9 @@ CASES = (
     Case("mha-hnd", "MHATokenToKVPool", lambda: single.hnd_pool(1), single.mha_writes),
     Case("mha-hnd-paged", "MHATokenToKVPool", lambda: single.hnd_pool(4), single.mha_writes),
     Case("mha-fp4", "MHATokenToKVPoolFP4", lambda: single.mha(1, FP4, "MHATokenToKVPoolFP4"), single.mha_writes),
+    Case("mha-vectorized", "MHATokenToKVPool", interleaved.vectorized, interleaved.vectorized_writes, alone=False),
+    Case("mha-nvfp4", "MHATokenToKVPool", interleaved.native_nvfp4, interleaved.native_nvfp4_writes, alone=False),
+    Case("mha-mxfp8", "MHATokenToKVPoolMXFP8", interleaved.mxfp8, interleaved.mxfp8_writes, alone=False),
     Case("page-major", PAGE_MAJOR, lambda: single.mha(4, kind=PAGE_MAJOR), single.page_major_writes),
     Case("mla", "MLATokenToKVPool", single.mla, single.latent_writes),
     Case("mla-fp8", "MLATokenToKVPool", lambda: single.mla(dtype=FP8, page_size=4), single.latent_writes),

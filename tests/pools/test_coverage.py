@@ -61,7 +61,7 @@ def test_every_pool_class_of_a_release_is_in_the_catalogue(release: str):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_the_catalogue_says_is_read_is_read(case: Case):
-    if case.name in ("swa-only", "hybrid-mla"):
+    if case.name in ("swa-only", "hybrid-mla", "mha-nvfp4"):
         pytest.skip("a variant with fewer spaces or other halves than the catalogue lists")
     built = case.build()
     draft = draft_pool(built.pool, built.allocator, built.rows, built.window)

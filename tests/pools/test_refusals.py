@@ -16,6 +16,7 @@ from kvcanary_plugin.errors import UncoveredError
 from kvcanary_plugin.pool_patcher.adapters import adapt_model_runner, adapt_pool, draft_pool, list_gaps
 
 from .composite import deepseek_v4, swa_pool
+from .interleaved import mxfp8, native_nvfp4
 from .single import flat, mha, need, rows
 
 
@@ -57,7 +58,7 @@ def test_window_pools_are_refused_where_the_window_is_not_known():
         ("shard_spec", object(), "each rank keeps every n-th page"),
         ("layer_shard_enabled", True, "each rank keeps some of the layers"),
         ("post_capture_active", True, "no memory behind its slots yet"),
-        ("kv_cache_layout", "vectorized_5d", "not covered in this layout"),
+        ("kv_cache_layout", "blocked_5d", "not covered in this layout"),
     ],
 )
 def test_pools_whose_slots_are_elsewhere_are_refused(attribute: str, value: object, message: str):
@@ -124,11 +125,27 @@ def test_pages_that_end_within_a_group_are_refused():
     assert "pages of 96 positions, which do not consist of whole groups of 128" in gap
 
 
-def test_interleaved_scales_are_refused():
-    need("MHATokenToKVPoolMXFP8")
-    pool = mp.MHATokenToKVPoolMXFP8(128, 128, torch.float8_e4m3fn, 2, 32, 2, "cpu", False)
+def test_scales_that_are_interleaved_in_another_way_are_refused():
+    built = mxfp8()
+    assert list_gaps(built.pool, built.allocator) == []
+    built.pool.v_scale_buffer = [buffer.reshape(2, 2, 4, 8, 16) for buffer in built.pool.v_scale_buffer]
 
-    assert "buffer k_scale_buffer of shape (2, 2, 32, 4, 1)" in list_gaps(pool, flat(pool).allocator)[0]
+    assert "buffer v_scale_buffer of shape (2, 2, 4, 8, 16)" in list_gaps(built.pool, built.allocator)[0]
+
+
+def test_native_scales_that_do_not_fit_the_page_are_refused():
+    built = native_nvfp4()
+    assert list_gaps(built.pool, built.allocator) == []
+    built.pool.native_v_scale_buffer = [buffer.reshape(4, 2, 4, 8) for buffer in built.pool.native_v_scale_buffer]
+
+    assert "buffer native_v_scale_buffer of shape (4, 2, 4, 8)" in list_gaps(built.pool, built.allocator)[0]
+
+
+def test_five_dimensions_are_groups_only_where_the_pool_says_so():
+    built = mxfp8()
+    built.pool.mxfp8_sf_interleaved = False
+
+    assert "buffer k_scale_buffer of shape (2, 2, 32, 4, 4)" in list_gaps(built.pool, built.allocator)[0]
 
 
 def test_hisparse_is_refused():

@@ -14,16 +14,25 @@ def test_rows_are_one_piece():
 
 def test_slots_of_a_page_that_lie_apart_are_a_piece_for_each_head():
     buffer = torch.randn(3, 2, 4, 8).to(torch.bfloat16)  # page, head, slot, element
-    pieces = view_slots(buffer, slot_axis=2)
+    pieces = view_slots(buffer, slot_axes=(2,))
 
     assert len(pieces) == 2
     for head, piece in enumerate(pieces):
         assert torch.equal(piece.view(torch.bfloat16), buffer[:, head])
 
 
+def test_slots_in_groups_are_counted_group_by_group():
+    buffer = torch.arange(3 * 2 * 5 * 4 * 2, dtype=torch.int16).view(3, 2, 5, 4, 2)  # page, head, lane, group, element
+    pieces = view_slots(buffer, slot_axes=(3, 2))
+
+    assert [piece.shape for piece in pieces] == [(3, 4, 5, 4)] * 2
+    for head, piece in enumerate(pieces):
+        assert torch.equal(piece.view(torch.int16), buffer[:, head].transpose(1, 2))
+
+
 def test_pieces_are_views_of_the_live_bytes():
     buffer = torch.zeros(3, 2, 4, 8)
-    pieces = view_slots(buffer, slot_axis=2)
+    pieces = view_slots(buffer, slot_axes=(2,))
     buffer[2, 1, 3, 7] = 1.0
 
     assert not pieces[0].any()

@@ -21,7 +21,8 @@ class Part:
     Attributes:
         layer: the model's layer.
         half: what of it: "K", "V", "KV", "K scale", "index", ...
-        rows: uint8 (page_count, page_size, width), a view of the live buffer whose last dimension is contiguous.
+        rows: uint8 (page_count, page_size, width), a view of the live buffer whose last dimension is contiguous; or
+            with groups, see :class:`Source`.
     """
 
     layer: int
@@ -97,7 +98,7 @@ class PoolDraft:
         """Spaces, layers and widths in words: equal for two pools whose slots hold the same bytes."""
         words = []
         for space in self.spaces():
-            counts = Counter((part.half, int(part.rows.shape[2])) for part in space.parts)
+            counts = Counter((part.half, int(part.rows.shape[-1])) for part in space.parts)
             layers = sorted({part.layer for part in space.parts})
             held = " ".join(f"{count} {half} of {width}" for (half, width), count in counts.items())
             words.append(f"{space.name} {layers}: {held}")
@@ -108,7 +109,7 @@ def make_table(parts: Iterable[Part], slot_count: int, content: str, device: tor
     """The sources of ``parts``; ``content`` is ``none``, ``partial`` (the first 16 bytes of each) or ``all``."""
     named = []
     for part in parts:
-        width = int(part.rows.shape[2])
+        width = int(part.rows.shape[-1])
         read_bytes = {"none": 0, "partial": min(PARTIAL_READ_ALIGN_BYTES, width), "all": sys.maxsize}[content]
         if read_bytes:
             named.append(((part.layer, part.half), make_source(part.rows, read_bytes)))

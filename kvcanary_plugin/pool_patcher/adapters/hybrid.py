@@ -69,7 +69,7 @@ def draft_states(mamba_pool: Any, request_pool: Any) -> Iterator[StateDraft]:
         is_whole = math.prod(tensor.shape[2:]) * tensor.element_size() <= _WHOLE_BYTES
         split = 1 if is_whole else int(tensor.shape[2])
         for index, layer in enumerate(layers):
-            pieces = view_slots(tensor[index], slot_axis=0 if is_whole else 1)
+            pieces = view_slots(tensor[index], slot_axes=() if is_whole else (1,))
             parts.setdefault(split, []).extend(Part(layer, half, piece) for piece in pieces)
     for split, found in sorted(parts.items()):
         name = "state" if split == 1 else f"state in {split} parts"

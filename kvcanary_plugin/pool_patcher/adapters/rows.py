@@ -5,6 +5,7 @@ What such a pool is, is read off its buffers: which of the known names it has, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from ...errors import UncoveredError
 from ..sources import view_slots
 from .draft import Part
+from .interleaved import view_interleaved
 from .packed import read_index
 
 # Attribute and what it holds: a list with a tensor for each layer.
@@ -24,6 +26,8 @@ ROW_BUFFERS = (
     ("k_scale_buffer", "K scale"),
     ("v_scale_buffer", "V scale"),
     ("kv_scale_buffer", "KV scale"),
+    ("native_k_scale_buffer", "native K scale"),
+    ("native_v_scale_buffer", "native V scale"),
 )
 PLACEHOLDERS = dict.fromkeys(("k_buffer", "v_buffer"), "one page that nothing is written to")
 
@@ -70,15 +74,15 @@ def read_rows(pool: Any, layers: Sequence[int] | None = None, prefix: str = "") 
     parts = []
     for name, half, tensors in buffers:
         for layer, tensor in zip(_layers_of(pool, tensors, layers), tensors, strict=True):
-            axis = _slot_axis(pool, name, tensor)
-            held = int(tensor.shape[0]) * (page_size if axis else 1)
+            seen, axes = _find_slots(pool, name, tensor)
+            held = int(tensor.shape[0]) * (page_size if axes else 1)
             if held < slot_count:
                 raise UncoveredError(
                     f"KV pool {_name(pool)} has buffer {name} with {held} slots in layer {layer} where the pool has "
                     f"{slot_count}"
                 )
-            backed = tensor[: page_count if axis else slot_count]
-            parts += [Part(layer, prefix + half, piece) for piece in view_slots(backed, slot_axis=axis)]
+            backed = seen[: page_count if axes else slot_count]
+            parts += [Part(layer, prefix + half, piece) for piece in view_slots(backed, slot_axes=axes)]
     for layer, half, piece in read_index(pool, slot_count, lambda found: _layers_of(pool, found, layers)):
         parts.append(Part(layer, prefix + half, piece[:page_count]))
     return Rows(tuple(parts), slot_count, page_size)
@@ -118,7 +122,7 @@ def _refuse_translated(pool: Any) -> None:
 
 
 def _count_slots(pool: Any, name: str, tensor: torch.Tensor) -> int:
-    return int(tensor.shape[0]) * (int(pool.page_size) if _slot_axis(pool, name, tensor) else 1)
+    return int(tensor.shape[0]) * (int(pool.page_size) if _find_slots(pool, name, tensor)[1] else 1)
 
 
 def _count_backed(pool: Any, slot_count: int) -> int:
@@ -133,13 +137,20 @@ def _count_backed(pool: Any, slot_count: int) -> int:
     return min(slot_count, int(pool.size) + int(pool.page_size))
 
 
-def _slot_axis(pool: Any, name: str, tensor: torch.Tensor) -> int:
-    """Which dimension counts the slots of a page; 0 where the first one counts slots and there are no pages."""
+def _find_slots(pool: Any, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A view of the buffer, and which dimensions of it count the slots of a page, see :func:`view_slots`.
+
+    None of them does where the first one counts slots and there are no pages.
+    """
     layout, page_size = getattr(pool, "kv_cache_layout", None), int(pool.page_size)
-    if tensor.ndim <= 3:
+    found = view_interleaved(pool, name, tensor)
+    if found is not None:
+        if math.prod(found[0].shape[axis] for axis in found[1]) == page_size:
+            return found
+    elif tensor.ndim <= 3:
         is_paged = layout is None and tensor.shape[0] < int(pool.size) + page_size and tensor.shape[1] == page_size
-        return 1 if is_paged else 0
-    if tensor.ndim == 4:
+        return tensor, (1,) if is_paged else ()
+    elif tensor.ndim == 4:
         if layout == "hnd":
             axes = [2]
         elif layout is not None and layout.startswith("page_major"):
@@ -148,7 +159,7 @@ def _slot_axis(pool: Any, name: str, tensor: torch.Tensor) -> int:
             axes = [1, 2]
         fitting = [axis for axis in axes if tensor.shape[axis] == page_size]
         if len(fitting) == 1:
-            return fitting[0]
+            return tensor, (fitting[0],)
     raise UncoveredError(
         f"KV pool {_name(pool)} is not covered in this layout: buffer {name} of shape {tuple(tensor.shape)} and layout "
         f"{layout!r} interleaves the bytes of different slots, or it is not clear which dimension counts them"
