@@ -25,7 +25,9 @@ def view_interleaved(pool: Any, name: str, tensor: torch.Tensor) -> tuple[torch.
     if name == "native_v_scale_buffer" and tensor.ndim == 4 and tensor.shape[2] % _V_SCALES_TOGETHER == 0:
         # Scale s of slot t, of n, is in row s // (n / 4) of the four that slots t - t % 4 and on have, at
         # s % (n / 4) * 4 + t % 4 of it.
-        return tensor.unflatten(3, (-1, _V_SCALES_TOGETHER)).unflatten(2, (-1, _V_SCALES_TOGETHER)), (2, 5)
+        pages, heads, rows, width = tensor.shape
+        groups = (rows // _V_SCALES_TOGETHER, _V_SCALES_TOGETHER, width // _V_SCALES_TOGETHER, _V_SCALES_TOGETHER)
+        return tensor.view(pages, heads, *groups), (2, 5)
     if tensor.ndim != 5:
         return None
     if getattr(pool, "kv_cache_layout", None) == "vectorized_5d" and name in ("k_buffer", "v_buffer"):
