@@ -19,6 +19,7 @@ from .deepseek_v4 import draft_deepseek_v4_pool
 from .draft import PoolDraft, SlotDraft
 from .hybrid import draft_hybrid_pool
 from .leftovers import refuse_leftovers
+from .qsa import draft_qsa_pool
 from .rows import PLACEHOLDERS, read_rows
 from .sparse import draft_sparse_pool
 from .unified import refuse_unified
@@ -128,7 +129,8 @@ def draft_pool(pool: Any, allocator: Any, request_pool: Any = None, window: int 
     elif hasattr(pool, "swa_kv_pool"):
         draft = draft_window_pool(pool, allocator, window)
     elif hasattr(pool, "mamba_pool"):
-        draft = draft_hybrid_pool(pool, allocator, request_pool)
+        draft_parts = draft_qsa_pool if hasattr(pool, "qsa_compress_ratio") else draft_hybrid_pool
+        draft = draft_parts(pool, allocator, request_pool)
         roots.append(("request table", request_pool))
     elif hasattr(pool, "main_pool"):
         draft = draft_sparse_pool(pool, allocator)

@@ -98,6 +98,18 @@ CATALOGUE = (
         halves=(("full", ("K", "V")), ("state", ("SSM", "conv 0"))),
         limits="a state that only the prefix cache holds is not checked; an int8 checkpoint pool is refused",
     ),
+    Entry(
+        "QSATokenToKVPool",
+        "0.5.20",
+        halves=(
+            ("full", ("K", "V")),
+            ("groups", ("index",)),
+            ("ring", ("raw key", "coordinates")),
+            ("state", ("SSM", "conv 0")),
+        ),
+        tested="0.5.23",
+        limits="as of `HybridLinearKVPool`; the coordinates that all layers share are reported as the first one's",
+    ),
     Entry("MHATokenToKOnlyPool", "0.5.15", part_of=("MiniMaxSparseKVPool",)),
     Entry("MiniMaxSparseKVPool", "0.5.15", halves=(("full", ("K", "V", "index K", "index V")),)),
     Entry(
@@ -146,11 +158,6 @@ CATALOGUE = (
     Entry("PageInterleaveMHATokenToKVPool", "0.5.21", refused=_GATHERED),
     Entry("PageInterleaveMLATokenToKVPool", "0.5.21", refused=_GATHERED),
     Entry("PageInterleaveDSATokenToKVPool", "0.5.22", refused=_GATHERED),
-    Entry(
-        "QSATokenToKVPool",
-        "0.5.20",
-        refused="keys of groups of slots and a ring of each request that no adapter reads yet",
-    ),
 )
 
 COVERED_POOLS = tuple(entry.pool for entry in CATALOGUE if not entry.refused and not entry.part_of)
