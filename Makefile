@@ -18,10 +18,10 @@ test: venv ## Run all tests; ARGS="-k chain" and the like go to pytest
 	$(MAKE) test-kernels
 
 # The newest SGLang and its dependencies warn about each other; that is not ours to fail on.
-test-compat: ## Run the tests with real servers, and those of the seams, against the newest SGLang
+test-compat: ## Run the tests with real servers, of the seams and of the pools, against the newest SGLang
 	$$(scripts/venv cpu-0.5.23) -m pytest -W default tests/live \
 	  tests/unit/test_activation.py tests/unit/test_allocators.py tests/unit/test_doctor*.py \
-	  tests/unit/test_patch.py tests/unit/test_patches.py $(ARGS)
+	  tests/unit/test_patch.py tests/unit/test_patches.py tests/unit/test_qsa.py tests/pools $(ARGS)
 
 # Pages, because they take every way in which any release frees slots.
 test-releases: ## Look for every injected fault in servers of every supported SGLang release; about 25 minutes

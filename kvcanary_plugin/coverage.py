@@ -18,9 +18,9 @@ unless `--kvcanary-allow-uncovered` is given.
 
 A *space* is one numbering of slots. Every pool has a main one, whose slots `req_to_token` names; others hold a part of
 what belongs to a slot (those within a sliding window, say), or the state of a request. A slot may stand for a group of
-positions, as in *c4* and *c128* of DeepSeek V4: its record must be that of the last slot of its group in the main
-space, and it is live while they are. Of every layer, a slot's bytes are read whole, scales included; where K or V of a
-slot lies in pieces, as in the HND layout, all pieces are read.
+positions, as in *c4* and *c128* of DeepSeek V4 and *groups* of QSA: its record must be that of the last slot of its
+group in the main space, and it is live while they are. Of every layer, a slot's bytes are read whole, scales included;
+where K or V of a slot lies in pieces, as in the HND layout, all pieces are read.
 
 *Tested* names the releases whose real pools are built small and on a CPU by `tests/pools`, which flips each byte and
 wants exactly its slot, layer and half reported, stores through the pool's own setters and wants nothing else to change,
@@ -81,8 +81,8 @@ _SERVERS = (
     ("H200", "NGRAM and STANDALONE", "`docs/speculation.md`"),
 )
 _NOT_IN_SERVERS = """
-Not in a server on a GPU yet: MLA, sparse attention, DeepSeek V4, FP4, torch.compile, EAGLE, several GPUs, and every
-release but 0.5.15.
+Not in a server on a GPU yet: MLA, sparse attention, QSA, DeepSeek V4, FP4, torch.compile, EAGLE, several GPUs, and
+every release but 0.5.15.
 """
 
 

@@ -115,7 +115,13 @@ MODE_GAPS = (
         "pages are spread over ranks",
         "0.5.22",
     ),
-    ModeGap("enable_unified_memory", "memory:Memory", "--enable-unified-memory", "KV moves between slots", "0.5.15"),
+    ModeGap(
+        "enable_unified_memory",
+        "memory:Memory",
+        "--enable-unified-memory",
+        "pages of slots are given to others and moved while a forward runs",
+        "0.5.15",
+    ),
     ModeGap("enable_hisparse", "memory:Memory", "--enable-hisparse", "KV moves to host memory"),
     ModeGap(
         "enable_lmcache", "memory:Memory", "--enable-lmcache", "KV comes back from another store without a forward"
@@ -183,7 +189,7 @@ def list_mode_gaps(server_args: Any, mode: str = "log") -> list[str]:
     Works on unresolved arguments too. A setting this release does not have reads as not set. ``mode`` is our own.
     """
     gaps = [
-        f"{gap.setting} is not covered yet ({gap.why})"
+        f"{gap.setting} is not covered ({gap.why})"
         for gap in MODE_GAPS
         if gap.applies_to(getattr(server_args, gap.field, None))
     ]

@@ -118,7 +118,7 @@ def _judge_gaps(plan: ServerPlan) -> list[Problem]:
         text = f"--kvcanary {plan.config.mode} and SGLang's own --kv-canary {plan.in_tree} exclude each other"
         problems.append(Problem("error", text, "drop one of them"))
     for gap in plan.gaps:
-        setting = gap.partition(" is not covered yet")[0]
+        setting = gap.partition(" is not covered")[0]
         if plan.config.allow_uncovered:
             text, advice = f"without any guard, as {WAIVER} allows: {gap}", f"drop {setting} to be guarded"
             problems.append(Problem("warning", text, advice))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import composite, interleaved, single
+from . import composite, interleaved, qsa, single
 from .single import FP4, FP8, Built, Write
 
 
@@ -63,6 +63,8 @@ CASES = (
     Case("swa-only", "SWAKVPool", composite.pure_swa_pool, composite.swa_writes),
     Case("hybrid", "HybridLinearKVPool", composite.hybrid_pool, composite.hybrid_writes),
     Case("hybrid-mla", "HybridLinearKVPool", lambda: composite.hybrid_pool(use_mla=True), composite.hybrid_writes),
+    Case("qsa", "QSATokenToKVPool", qsa.qsa_pool, qsa.qsa_writes),
+    Case("qsa-fp8", "QSATokenToKVPool", lambda: qsa.qsa_pool(qsa_indexer_dtype=FP8), qsa.qsa_writes, alone=False),
     Case("sparse", "MiniMaxSparseKVPool", composite.sparse_pool, composite.sparse_writes),
     Case("nvfp4", "MiniMaxM3Nvfp4KVPool", composite.nvfp4_pool, composite.nvfp4_writes, alone=False),
 )

@@ -47,15 +47,15 @@ def swa_writes(built: Built) -> Iterator[Write]:
                 yield Write("window" if in_window else "full", slot, layer, frozenset({half}), run)
 
 
-def hybrid_pool(use_mla: bool = False) -> Built:
+def hybrid_pool(use_mla: bool = False, requests: int = 4) -> Built:
     """Attention in layers 1 and 3, a linear layer in 0 and 2."""
     shape = SimpleNamespace(conv=[(6, 3)], temporal=(2, 4, 4))
     kinds = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
     names = inspect.signature(mp.HybridReqToTokenPool.__init__).parameters
     options = {
-        "size": 4,
-        "mamba_size": 5,
-        "mamba_spec_state_size": 4,
+        "size": requests,
+        "mamba_size": requests + 1,
+        "mamba_spec_state_size": requests,
         "max_context_len": 64,
         "device": "cpu",
         "enable_memory_saver": False,

@@ -13,11 +13,11 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
 from kvcanary_plugin.errors import UncoveredError
-from kvcanary_plugin.pool_patcher.adapters import adapt_model_runner, adapt_pool, draft_pool, list_gaps
+from kvcanary_plugin.pool_patcher.adapters import adapt_model_runner, draft_pool, list_gaps
 
 from .composite import deepseek_v4, swa_pool
 from .interleaved import mxfp8, native_nvfp4
-from .single import flat, mha, need, rows
+from .single import flat, mha, need
 
 
 def make_mha(kind: type, **options: Any) -> Any:
@@ -96,24 +96,6 @@ def test_an_allocator_is_known_by_what_frees_its_slots():
 
 def test_an_object_that_is_no_pool_is_refused():
     assert "KV pool object is not covered: it has none of the buffers" in list_gaps(object(), mha(1).allocator)[0]
-
-
-def test_unified_memory_is_covered_without_its_content():
-    unified = pytest.importorskip("sglang.srt.mem_cache.unified_memory_pool")
-    bundle = unified.init_unified_swa_pools(
-        device="cpu", kv_cache_dtype=torch.bfloat16, head_num=2, head_dim=4, v_head_dim=4, swa_head_num=2,
-        swa_head_dim=4, swa_v_head_dim=4, page_size=4, start_layer=0, end_layer=2, swa_attention_layer_ids=[0],
-        full_attention_layer_ids=[1], full_max_total_num_tokens=64, swa_max_total_num_tokens=64,
-        enable_memory_saver=False, need_sort=False,
-    )  # fmt: skip
-    pool, allocator = bundle.token_to_kv_pool, bundle.token_to_kv_pool_allocator
-    table = rows().req_to_token
-    guarded = adapt_pool(pool, allocator, table, "none", model="test")
-    slots = allocator.full_attn_allocator.free_virtual_ids
-
-    assert guarded.slot_count > int(slots.max()) * 4 + 3
-    with pytest.raises(UncoveredError, match="UnifiedSWAKVPool is not covered with its content"):
-        adapt_pool(pool, allocator, table, "all", model="test")
 
 
 def test_pages_that_end_within_a_group_are_refused():

@@ -199,7 +199,7 @@ def test_a_real_run_of_a_refused_one_in_json(model):
     assert run.returncode == answer["exit_code"] == 1
     (problem,) = [problem for problem in answer["problems"] if problem["severity"] == "error"]
     assert problem["section"] == "command line"
-    assert "--dllm-algorithm is not covered yet" in problem["problem"]
+    assert "--dllm-algorithm is not covered" in problem["problem"]
     assert "drop --dllm-algorithm" in problem["advice"]
 
 

@@ -19,9 +19,10 @@ from .deepseek_v4 import draft_deepseek_v4_pool
 from .draft import PoolDraft, SlotDraft
 from .hybrid import draft_hybrid_pool
 from .leftovers import refuse_leftovers
+from .qsa import draft_qsa_pool
 from .rows import PLACEHOLDERS, read_rows
 from .sparse import draft_sparse_pool
-from .unified import MOVING, draft_unified_pool, is_unified
+from .unified import refuse_unified
 from .window import draft_window_pool
 
 __all__ = [
@@ -99,11 +100,9 @@ def adapt_pool(
         window: positions before the current one that sliding-window layers attend to, if there are such layers.
 
     Raises:
-        UncoveredError: the pool is not covered, or not with its content.
+        UncoveredError: the pool is not covered.
     """
     draft = draft_pool(pool, allocator, request_pool, window)
-    if is_unified(pool) and content != "none":
-        raise UncoveredError(f"KV pool {type(pool).__name__} is not covered with its content: {MOVING}")
     device = req_to_token.device
     return GuardedPool(
         name=draft.name,
@@ -123,15 +122,15 @@ def draft_pool(pool: Any, allocator: Any, request_pool: Any = None, window: int 
     Raises:
         UncoveredError: it is not covered; the message names the buffer or the property in the way.
     """
-    if is_unified(pool):
-        return draft_unified_pool(pool, allocator)
+    refuse_unified(pool)
     roots = [("KV pool", pool)]
     if hasattr(pool, "compress_state_pools"):
         draft = draft_deepseek_v4_pool(pool, allocator, window)
     elif hasattr(pool, "swa_kv_pool"):
         draft = draft_window_pool(pool, allocator, window)
     elif hasattr(pool, "mamba_pool"):
-        draft = draft_hybrid_pool(pool, allocator, request_pool)
+        draft_parts = draft_qsa_pool if hasattr(pool, "qsa_compress_ratio") else draft_hybrid_pool
+        draft = draft_parts(pool, allocator, request_pool)
         roots.append(("request table", request_pool))
     elif hasattr(pool, "main_pool"):
         draft = draft_sparse_pool(pool, allocator)

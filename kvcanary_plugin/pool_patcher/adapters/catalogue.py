@@ -37,13 +37,22 @@ class Entry:
 _KV = (("full", ("K", "V")),)
 _LATENT = (("full", ("KV",)),)
 _INDEXED = (("full", ("KV", "index", "index scale")),)
-_HISPARSE = "a slot is kept wherever a table of device slots says, and moves to host memory and back"
-_GATHERED = "each rank keeps every n-th page; attention reads a copy gathered from the other ranks"
-_MOVING = (
-    "slots are virtual and pages move within a buffer that several pools share, so that the bytes of a slot have no "
-    "place of their own; the chain of tokens has, but the allocator is not followed yet"
+_HISPARSE = (
+    "a slot is kept wherever a table of device slots says, and moves to host memory and back while its request runs; "
+    "start without `--enable-hisparse`"
 )
-_DRAFT = "a draft model's pool; speculative decoding is refused as a mode"
+_GATHERED = (
+    "each rank keeps every n-th page; attention reads a copy gathered from the other ranks; start without "
+    "`--enable-kv-cache-sharding`"
+)
+_SHARED = (
+    "slots are virtual, and their pages are given to other slots and moved while the forward still runs whose checks "
+    "would fold them; start without `--enable-unified-memory`"
+)
+_DRAFT = (
+    "the draft model's part of the pages of unified memory, which is refused with it; start without "
+    "`--enable-unified-memory`"
+)
 
 CATALOGUE = (
     Entry(
@@ -89,6 +98,18 @@ CATALOGUE = (
         halves=(("full", ("K", "V")), ("state", ("SSM", "conv 0"))),
         limits="a state that only the prefix cache holds is not checked; an int8 checkpoint pool is refused",
     ),
+    Entry(
+        "QSATokenToKVPool",
+        "0.5.20",
+        halves=(
+            ("full", ("K", "V")),
+            ("groups", ("index",)),
+            ("ring", ("raw key", "coordinates")),
+            ("state", ("SSM", "conv 0")),
+        ),
+        tested="0.5.23",
+        limits="as of `HybridLinearKVPool`; the coordinates that all layers share are reported as the first one's",
+    ),
     Entry("MHATokenToKOnlyPool", "0.5.15", part_of=("MiniMaxSparseKVPool",)),
     Entry("MiniMaxSparseKVPool", "0.5.15", halves=(("full", ("K", "V", "index K", "index V")),)),
     Entry(
@@ -111,16 +132,17 @@ CATALOGUE = (
         tested="0.5.15; on 0.5.23 its spaces",
         limits="sums of groups of 4 that are not full yet are not checked: every token rewrites them in place, in "
         "slots of the window; those of 128 are, because only forwards of their request change them (SGLang resets "
-        "them from outside for disaggregation and speculative decoding alone, which are refused). Refused where the "
-        "window is a ring of each request, with entries of 1 or 2 positions, and with the V4.1 layouts",
+        "them from outside for disaggregation and speculative decoding alone, which are refused with this pool). "
+        "Refused where the window is a ring of each request, with entries of 1 or 2 positions, and with the V4.1 "
+        "layouts",
     ),
     Entry("DeepSeekV4SingleKVPool", "0.5.12", part_of=("DeepSeekV4TokenToKVPool",)),
     Entry("DeepSeekV4UniformFP8KVPool", "0.5.20", part_of=("DeepSeekV4TokenToKVPool",)),
     Entry("DeepSeekV4IndexerPool", "0.5.12", part_of=("DeepSeekV4TokenToKVPool",)),
-    Entry("UnifiedMHATokenToKVPool", "0.5.15", refused=_MOVING),
-    Entry("UnifiedMLATokenToKVPool", "0.5.17", refused=_MOVING),
-    Entry("UnifiedHybridLinearKVPool", "0.5.18", refused=_MOVING),
-    Entry("UnifiedSWAKVPool", "0.5.15", refused=_MOVING),
+    Entry("UnifiedMHATokenToKVPool", "0.5.15", refused=_SHARED),
+    Entry("UnifiedMLATokenToKVPool", "0.5.17", refused=_SHARED),
+    Entry("UnifiedHybridLinearKVPool", "0.5.18", refused=_SHARED),
+    Entry("UnifiedSWAKVPool", "0.5.15", refused=_SHARED),
     Entry("UnifiedDraftKVPool", "0.5.22", refused=_DRAFT),
     Entry("UnifiedDraftSWAKVPool", "0.5.23", refused=_DRAFT),
     Entry("HiSparseNSATokenToKVPool", "0.5.11", "0.5.12", refused=_HISPARSE),
@@ -130,16 +152,12 @@ CATALOGUE = (
     Entry(
         "LayerSplitDSATokenToKVPool",
         "0.5.16",
-        refused="each rank keeps some of the layers; attention reads the others from a copy sent by their owner",
+        refused="each rank keeps some of the layers; attention reads the others from a copy sent by their owner; start "
+        "without `--enable-dsa-cache-layer-split`",
     ),
     Entry("PageInterleaveMHATokenToKVPool", "0.5.21", refused=_GATHERED),
     Entry("PageInterleaveMLATokenToKVPool", "0.5.21", refused=_GATHERED),
     Entry("PageInterleaveDSATokenToKVPool", "0.5.22", refused=_GATHERED),
-    Entry(
-        "QSATokenToKVPool",
-        "0.5.20",
-        refused="keys of groups of slots and a ring of each request that no adapter reads yet",
-    ),
 )
 
 COVERED_POOLS = tuple(entry.pool for entry in CATALOGUE if not entry.refused and not entry.part_of)

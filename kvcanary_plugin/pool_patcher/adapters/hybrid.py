@@ -39,10 +39,14 @@ def draft_hybrid_pool(pool: Any, allocator: Any, request_pool: Any) -> PoolDraft
     Raises:
         UncoveredError: the attention pool is not covered, or state slots are not where their number says.
     """
-    layers = [layer for layer, _ in sorted(pool.full_attention_layer_id_mapping.items(), key=lambda item: item[1])]
-    rows = read_rows(pool.full_kv_pool, layers)
+    rows = read_rows(pool.full_kv_pool, list_attention_layers(pool))
     main = SlotDraft("full", rows.parts, rows.slot_count, rows.page_size, allocator=allocator)
     return PoolDraft("full and state", main, states=tuple(draft_states(pool.mamba_pool, request_pool)))
+
+
+def list_attention_layers(pool: Any) -> list[int]:
+    """The model's layer of each buffer of ``pool.full_kv_pool``."""
+    return [layer for layer, _ in sorted(pool.full_attention_layer_id_mapping.items(), key=lambda item: item[1])]
 
 
 def draft_states(mamba_pool: Any, request_pool: Any) -> Iterator[StateDraft]:
