@@ -14,7 +14,7 @@ import torch
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.runtime import launches
 from kvcanary_plugin.runtime.launches import MAX_CAPTURED_REQUESTS, CapturedDecode, Launches
-from tests.unit.test_scale import LargeEngine
+from tests.large import LargeEngine
 
 CPU = torch.device("cpu")
 
