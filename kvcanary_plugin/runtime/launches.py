@@ -18,7 +18,7 @@ from .ledger import Ledger
 from .order import Order
 from .space import Space
 
-MAX_CAPTURED_REQUESTS = 512
+MAX_CAPTURED_REQUESTS = 1024  # 160 bytes each on the device, 57 KiB to upload
 MAX_GRAPHS = 1024
 _LEAST_TOTAL = 1024
 

@@ -74,7 +74,7 @@ def test_an_idle_pass_waits_for_what_the_scheduler_has_just_queued():
     assert loop.violations == 0
 
 
-@pytest.mark.parametrize("bs", [1, 2, 3, 31, 33, 200])
+@pytest.mark.parametrize("bs", [1, 2, 3, 31, 33, 200, pytest.param(700, marks=pytest.mark.slow)])
 def test_clean_steps_are_silent(bs: int):
     from host_step import DecodeLoop
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings(  # of the interpreter, see conftest.py
 
 CPU = torch.device("cpu")
 WAYS = ["torch", "numpy", "interpreter", pytest.param("gpu", marks=pytest.mark.gpu)]
+SLOW_WAYS = ["torch", "numpy", pytest.param("interpreter", marks=pytest.mark.slow), WAYS[-1]]
 
 
 def pick(way: str) -> tuple[Backend, torch.device]:
@@ -104,7 +105,7 @@ class Rows:
         return rows_of(violations)
 
 
-@pytest.mark.parametrize("way", ["torch", "numpy", pytest.param("interpreter", marks=pytest.mark.slow), WAYS[-1]])
+@pytest.mark.parametrize("way", SLOW_WAYS)
 def test_a_million_positions_on_a_high_row(way: str) -> None:
     backend, device = pick(way)
     case, last = Rows(device, CONTEXT), CONTEXT - 1
@@ -251,6 +252,44 @@ def test_rows_of_kv_past_four_gigabytes_are_folded(way: str) -> None:
     pool[SLOTS - 1, width - 1] ^= 0x80
     backend.scrub_range(start=SLOTS - 20, count=20, **scrub)
     assert [(line[r.ROW_KIND], line[r.ROW_SLOT]) for line in rows_of(violations)[1]] == [(r.Kind.CONTENT, SLOTS - 1)]
+
+
+@pytest.mark.parametrize("way", SLOW_WAYS)
+def test_a_thousand_requests_of_a_recorded_step(way: str) -> None:
+    """More than one look finds the request of a program among; each stores a token behind what it reads."""
+    backend, device = pick(way)
+    count, length, total = 1024, 3, 4 * 1024
+    slots = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(device) + 1
+    table = torch.zeros((count + 1, length + 1), dtype=torch.int32, device=device)
+    table[1:] = slots.view(count, length + 1).int()
+    rows, ones = torch.arange(1, count + 1, device=device), [1] * count
+    records, writers = sparse(device, total + 1, r.RECORD_WORDS), sparse(device, total + 1)
+    seeds = random_words(count, device=device, seed=1)
+    violations = poisoned_violations(16, device)
+    write = {"records": records, "writers": writers, "rows": rows, "step": 7, "first_slot": 1, "violations": violations}
+    for part, prefix, chains in ((table[1:, :length], 0, seeds), (table[1:, length:], length, None)):
+        stored = part.reshape(-1).long()
+        chains = records[table[1:, length - 1].long(), r.CHAIN].clone() if chains is None else chains
+        backend.write_chain(
+            slots=stored,
+            tokens=stored * 3,
+            prefix_lens=torch.full_like(rows, prefix),
+            offsets=make_offsets([part.shape[1]] * count if prefix == 0 else ones, device),
+            seeds=chains,
+            **write,
+        )
+    read = {key: write[key] for key in ("records", "writers", "rows", "first_slot", "violations")}
+    read |= {"req_to_token": table, "offsets": make_offsets([length + 1] * count, device), "anchors": seeds}
+    read |= {"end_points": records[table[1:, length].long(), r.CHAIN].clone(), "total": total}
+    backend.verify_prefixes(**read)
+    assert rows_of(violations) == (0, [])
+
+    for index in (0, 511, 512, count - 1):
+        records[table[index + 1, length].long(), r.CHAIN] ^= 1
+    backend.verify_prefixes(**read)
+    found = rows_of(violations)[1]
+    assert {line[r.ROW_REQUEST] for line in found} == {0, 511, 512, count - 1}
+    assert {line[r.ROW_POSITION] for line in found} == {length}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from kernel_cases import make_offsets, poisoned_violations, random_words, rows_of
 
 from kvcanary_plugin.kernels import record as r
-from kvcanary_plugin.kernels.backend import REFERENCE, Backend
+from kvcanary_plugin.kernels.backend import REFERENCE, Backend, load_triton
 
 SHAPES = [
     [1],
@@ -68,14 +71,55 @@ def test_every_split_gives_the_same(triton_backend: Backend, device: torch.devic
     assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.parametrize("lengths", SHAPES, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+@pytest.mark.parametrize(("tile", "block"), [(16, 16), (64, 16), (256, 64), (16, 64)])
+def test_sums_of_tiles_give_the_same(
+    triton_backend: Backend, device: torch.device, lengths: list[int], tile: int, block: int
+):
+    expected = write(REFERENCE, device, lengths)
+    found = write(triton_backend, device, lengths, block=block, earlier=16, tile=tile)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert int(found[2].count) == 0
+
+
+def test_more_tokens_than_one_launch_takes(triton_backend: Backend, device: torch.device):
+    lengths = [65_000, 0, 1, 70_000]
+    expected, found = write(REFERENCE, device, lengths), write(triton_backend, device, lengths)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def count_hashes(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Hashes of tokens and sums of tiles that a forward of ``count`` tokens looks at, at most, by its launches."""
+    launched: list[tuple[int, tuple[int, ...]]] = []
+
+    def launch(kernel: Any, programs: int, arguments: Any, constants: tuple[int, ...], **_: Any) -> None:
+        launched.append((programs, constants))
+
+    backend = load_triton()
+    monkeypatch.setattr("kvcanary_plugin.kernels.write_triton.launch", launch)
+    write(backend, torch.device("cpu"), [count])
+    *ahead, (programs, (*_, tile)) = launched
+    hashes = programs * (tile + count // tile if tile else count)
+    return hashes + sum(others * constants[0] for others, constants in ahead)
+
+
+def test_a_long_forward_costs_what_its_tokens_cost_and_not_their_square(monkeypatch: pytest.MonkeyPatch):
+    few, many, most = (count_hashes(1 << bits, monkeypatch) for bits in (17, 19, 21))
+    assert many / few < 4.2
+    assert most / many < 4.2
+    assert most < 12 << 21
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "lengths", [[100_000], [1] * 4096, [8192] * 3, [16381, 7] * 5], ids=["long", "many", "wide", "odd"]
+    "lengths",
+    [[100_000], [1] * 4096, [8192] * 3, [16381, 7] * 5, [1 << 20], [65_537, 0, 1, 70_000]],
+    ids=["long", "many", "wide", "odd", "million", "tiles"],
 )
 def test_large_batches(lengths: list[int]):
     device = torch.device("cuda")
-    from kvcanary_plugin.kernels.backend import load_triton
-
     expected, found = write(REFERENCE, device, lengths), write(load_triton(), device, lengths)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
@@ -102,7 +146,8 @@ def test_garbage_offsets_write_nothing_outside(triton_backend: Backend, device: 
     """Offsets come from the device: whatever they hold, nothing outside the tensors may be touched."""
     records = torch.zeros((32, r.RECORD_WORDS), dtype=torch.int64, device=device)
     writers = torch.zeros(32, dtype=torch.int64, device=device)
-    for offsets in ([5, -3, 2**40], [0, 2**62, 8], [-(2**62), 4, 8], [8, 8, 8]):
+    garbage = ([5, -3, 2**40], [0, 2**62, 8], [-(2**62), 4, 8], [8, 8, 8])
+    for offsets, options in itertools.product(garbage, ({}, {"tile": 16, "block": 16, "earlier": 16})):
         triton_backend.write_chain(
             records=records,
             writers=writers,
@@ -115,6 +160,7 @@ def test_garbage_offsets_write_nothing_outside(triton_backend: Backend, device: 
             step=1,
             first_slot=1,
             violations=poisoned_violations(4, device),
+            **options,
         )
     assert not records[9:].any()
     assert not records[0].any()

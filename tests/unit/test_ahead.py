@@ -76,7 +76,7 @@ def test_whatever_a_forward_launches_was_compiled(guard: Any, written: Written):
             space.record(batch, 5, 1, count)
         space.drain(batch)
         space.check_slots(batch.slots, 0)
-    for step in (1, 7, 8, 16, 64, 200, 256):  # decode steps, as they are recorded
+    for step in (1, 7, 8, 16, 64, 200, 256, 512, 1024):  # decode steps, as they are recorded
         batch = BatchBuffers(CPU).batch_of(step, step)
         fields = batch.fields
         space.verify(batch, 4096)

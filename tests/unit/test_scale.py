@@ -4,7 +4,6 @@ thousand requests at once, 2^24 slots, and numbers near the end of what their bi
 
 from __future__ import annotations
 
-import mmap
 import time
 import tracemalloc
 from array import array
@@ -12,10 +11,8 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
-from kvcanary_plugin.config import CHECKS, Config
+from kvcanary_plugin.config import Config
 from kvcanary_plugin.errors import GuardError, UncoveredError
 from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.kernels.mixing import mix_int
@@ -23,56 +20,9 @@ from kvcanary_plugin.pool_patcher.adapters import adapt_pool
 from kvcanary_plugin.runtime.guard import Guard
 from kvcanary_plugin.runtime.refinement import MAX_STRETCHES
 from kvcanary_plugin.runtime.truth import TruthTable, true_chains
-from tests.engine import Engine, ListReporter
+from tests.engine import ListReporter
+from tests.large import LARGE_POOL, MILLION, LargeEngine
 from tests.unit.test_truth import Request
-
-MILLION = 1 << 20
-CHUNK = 1 << 16
-LARGE_POOL = 1 << 24
-
-
-def make_sparse_table(rows: int, context: int) -> torch.Tensor:
-    """int32 zeros of which only the pages that somebody writes to take memory."""
-    memory = mmap.mmap(-1, rows * context * 4)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.int32).reshape(rows, context))
-
-
-class LargeEngine(Engine):
-    """The same with tiny rows of KV and as many slots, request rows and positions as are asked for."""
-
-    def __init__(self, *, size: int, rows: int = 4, context: int = MILLION + 64, **options) -> None:
-        self.pool = MHATokenToKVPool(size, 1, torch.bfloat16, 1, 8, 1, "cpu", False)
-        self.allocator = TokenToKVPoolAllocator(size, torch.bfloat16, "cpu", self.pool, False)
-        self.rows = ReqToTokenPool(rows, 1, "cpu", False)
-        self.rows.req_to_token = make_sparse_table(rows + 1, context)
-        self.reporter = ListReporter()
-        options.setdefault("checks", CHECKS)
-        config = Config(mode="log", **options)
-        guarded = adapt_pool(self.pool, self.allocator, self.rows.req_to_token, config.content, model="test")
-        self.guard = Guard(guarded, config, self.reporter)
-        self.random = torch.Generator().manual_seed(0)
-        self.page_size = 1
-        self._count = 0
-
-    def leave(self, count: int) -> None:
-        """Somebody has all slots but the last ``count``."""
-        self.allocator.alloc(self.allocator.available_size() - count)
-
-    def prefill_in_chunks(self, request) -> None:
-        for end in range(CHUNK, len(request.origin_input_ids) + CHUNK, CHUNK):
-            self.prefill(request, upto=min(end, len(request.origin_input_ids)))
-
-    def slot_of(self, request, position: int) -> int:
-        return int(self.rows.req_to_token[request.req_pool_idx, position])
-
-    def swap(self, request, one: int, other: int) -> None:
-        row = self.rows.req_to_token[request.req_pool_idx]
-        row[[one, other]] = row[[other, one]]
-
-    def found_since(self, count: int) -> set[tuple[str, str, int, int | None]]:
-        return {(v.check, v.kind, v.slot, v.position) for v in self.violations[count:]}
 
 
 @pytest.fixture(scope="module")
