@@ -3,6 +3,7 @@
 A CPU has neither pinned memory nor SGLang's copy kernels: the launcher provides both.
 """
 
+import os
 import random
 import re
 import time
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from kvcanary_plugin.demo.model import VOCABULARY
 from kvcanary_plugin.tiers.hf3fs.fsck import check_file
+from kvcanary_plugin.tiers.hf3fs.header import read_header
 from kvcanary_plugin.versions import installed_sglang
 from tests.host_copies import VARIABLE
 from tests.live.conftest import describe
@@ -55,6 +57,28 @@ def wait_until_stored(server, seconds=2.0):
     """Storing goes on beside the server's work; nothing tells when it is over."""
     time.sleep(seconds)
     assert server.process.poll() is None, server.tail()
+
+
+def find_page_file(folder):
+    (path,) = (folder / "pages").glob("*.kvpages")
+    return path
+
+
+def flip_every_page(path):
+    """One bit in the middle of each, behind the store's back."""
+    with path.open("r+b") as file:
+        layout = read_header(file.fileno(), str(path))[0].layout
+        for slot in range(layout.slot_count):
+            place = layout.data_offset + slot * layout.stride + layout.payload_bytes // 2
+            byte = os.pread(file.fileno(), 1, place)
+            if byte:
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), place)
+
+
+def count_stored(answers):
+    """Tokens of prompts that came from storage."""
+    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers]
+    return sum(detail["storage"] for detail in details if detail)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +138,7 @@ def test_quarantine_ends_the_request_and_the_next_one_is_right(guarded):
     Version(installed_sglang()) >= Version("0.5.22"),
     reason="on a CPU it takes no page back, with SGLang's own file backend and without kvcanary alike",
 )
-def test_pages_from_storage_are_taken_over_after_a_restart(guarded, tmp_path):
+def test_pages_from_storage_are_taken_over_after_a_restart_and_damaged_ones_are_missed(guarded, tmp_path):
     """With what the device made of their rows: they are compared when they are loaded, and all of it is silent."""
     flags = [
         *("--kvcanary=log", "--enable-hierarchical-cache", "--hicache-ratio=2", "--page-size=16"),
@@ -123,16 +147,24 @@ def test_pages_from_storage_are_taken_over_after_a_restart(guarded, tmp_path):
         '--hicache-storage-backend-extra-config={"prefetch_threshold": 16}',
     ]
     answers = []
-    for _ in range(2):
+    for start in range(3):
+        if start == 2:
+            flip_every_page(find_page_file(tmp_path))
         with guarded(flags=flags, environment={"TRITON_INTERPRET": "1"}, launcher=LAUNCHER) as server:
             answers.append([server.generate([*stem, 7], 3) for stem in LONG_STEMS])
             ask_again(server, 12)
             wait_until_stored(server)
-            assert_clean(server)
-    (path,) = (tmp_path / "pages").glob("*.kvpages")
-    findings = check_file(path, Console(), deep=True, repair=False)
+            if start < 2:
+                assert_clean(server)
+            else:
+                reports = server.events("violation")
+        if start == 1:
+            findings = check_file(find_page_file(tmp_path), Console(), deep=True, repair=False)
     assert not findings.faults
     assert findings.recorded == findings.states["committed"] >= 3 * 320 // 16
-    details = [answer["meta_info"]["cached_tokens_details"] for answer in answers[1]]
-    assert sum(detail["storage"] for detail in details if detail) >= 2 * 256, details
-    assert [answer["output_ids"] for answer in answers[0]] == [answer["output_ids"] for answer in answers[1]]
+    assert count_stored(answers[1]) >= 2 * 256, answers[1]
+    assert reports, "no damaged page was read"
+    assert {(each["tier"], each["check"], each["kind"]) for each in reports} == {("storage", "content", "digest")}
+    assert count_stored(answers[2]) == 0, answers[2]
+    first, *others = [[answer["output_ids"] for answer in round] for round in answers]
+    assert others == [first, first]
