@@ -126,6 +126,30 @@ def test_a_slot_freed_under_a_long_row_is_found(long_row):
     assert {(check, at_slot) for check, _, at_slot, _ in found} == {("ownership", slot)}
 
 
+@pytest.mark.parametrize(
+    ("options", "layer_rows"),
+    [({}, "v_buffer"), ({"page_size": 64}, "v_buffer"), ({"latent": 8}, "kv_buffer")],
+    ids=["tokens", "pages", "latent"],
+)
+def test_a_bit_in_the_last_of_sixteen_million_slots_is_found(options, layer_rows):
+    engine = LargeEngine(size=LARGE_POOL - 1, context=256, **options)  # so that 2^24 - 1 is a slot of the last page
+    engine.leave(3 * 64)
+    request = engine.request(3 * 64 - 2)
+    engine.prefill(request, upto=256)
+    engine.run(request, steps=2)
+    last = int(engine.slots_of(request).max())
+    position = engine.slots_of(request).tolist().index(last)
+    assert engine.violations == []
+    assert last >= LARGE_POOL - 1 - engine.page_size
+    assert engine.guard.records.hot.shape[0] > last
+
+    getattr(engine.pool, layer_rows)[0].view(torch.int16)[last, 0, 7] ^= 1
+    engine.settle_scrub()
+    (violation,) = engine.violations
+    assert (violation.check, violation.slot, violation.position) == ("content", last, position)
+    assert violation.writer.request == request.rid
+
+
 def test_a_thousand_requests_decode_at_once():
     engine = LargeEngine(size=1 << 16, rows=1024)
     requests = [engine.request(length) for length in torch.arange(1024).remainder(40).add(1).tolist()]
