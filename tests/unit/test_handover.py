@@ -26,7 +26,7 @@ def pair(kind, request):
     """A prefill and a decode engine, their lists of buffers, and a request whose KV the first one has."""
     engines = [Engine(latent=kind == "mla", page_size=request.param) for _ in range(2)]
     for engine, receives in zip(engines, (False, True), strict=True):
-        engine.guard.traffic.open_handover(1, receives=receives)
+        engine.guard.open_handover(1, receives=receives)
     halves = HALVES[type(engines[0].pool).__name__]
     lists = [engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), halves) for engine in engines]
     sent = engines[0].request(TOKENS)
@@ -165,7 +165,7 @@ def test_a_request_without_a_transfer_goes_by_its_tokens(pair):
 def test_every_fault_of_the_way_is_found_where_it_was_put_in(name):
     prefill, decode = Engine(page_size=4), Engine(page_size=4, inject=f"{name}@1")
     for engine, receives in ((prefill, False), (decode, True)):
-        engine.guard.traffic.open_handover(1, receives=receives)
+        engine.guard.open_handover(1, receives=receives)
     lists = [
         engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), 2) for engine in (prefill, decode)
     ]
