@@ -22,7 +22,7 @@ from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.records import ShadowRecords
 from .space import VIOLATIONS_A_FORWARD, Space
 from .step import Step
-from .truth import Received, TruthTable
+from .truth import Received, Request, TruthTable
 
 MAX_UNDER_WAY: Final = 16  # comparisons; 22 KiB of pinned memory each. Whoever finds no room comes with a later look
 _WORDS: Final = 6  # sent with each: its row, anchor, end point, two offsets, and its place
@@ -75,10 +75,11 @@ class Arrivals:
         self._words = torch.zeros((MAX_UNDER_WAY, _WORDS), dtype=torch.int64, pin_memory=on_device)
         self._sent = torch.zeros_like(self._words, device=device) if on_device else self._words
         self._steps = [Step([block], device) for block in self._ring]
-        self._module: Any = torch.get_device_module(device) if on_device else None
-        self._stream: Any = self._module.Stream(device) if on_device else None
+        module: Any = torch.get_device_module(device)
+        self._module = module if on_device else None
+        self._stream = module.Stream(device) if on_device else None
         self._expected: dict[int, Arrival] = {}
-        self._folded: WeakSet[Received] = WeakSet()
+        self._folded: WeakSet[Request] = WeakSet()
 
     @property
     def resident_bytes(self) -> int:
@@ -120,7 +121,7 @@ class Arrivals:
         arrival.is_compared, arrival.place = True, None
         return True
 
-    def was_folded(self, request: Received) -> bool:
+    def was_folded(self, request: Request) -> bool:
         """Whether the bytes of ``request`` were compared here, so that its first forward need not do it. Once."""
         was_folded = request in self._folded
         self._folded.discard(request)
