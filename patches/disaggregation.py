@@ -10,7 +10,7 @@ from kvcanary_plugin.pool_patcher.patch import Patch, Wrapper, fields_of
 from kvcanary_plugin.runtime.handover import Tagged
 from kvcanary_plugin.versions import installed_sglang
 
-from . import flights
+from . import arrivals, flights
 
 if TYPE_CHECKING:
     from kvcanary_plugin.runtime.session import Session
@@ -21,7 +21,6 @@ DECODE = "sglang.srt.disaggregation.decode"
 BATCH = "sglang.srt.managers.schedule_batch"
 SINCE, UNTIL = "0.5.15", "0.5.16"  # the releases whose queues and backends were read through
 BACKENDS = ("mooncake",)
-FAKE_HOST = "2.2.2.2"  # of requests that warm a decode server up
 HALVES = {"MHATokenToKVPool": 2, "MLATokenToKVPool": 1}  # of the buffers it registers: SGLang splits the list
 
 
@@ -78,7 +77,7 @@ def declare_patches(session: Session) -> list[Patch]:
         request = (args[0] if args else kwargs["decode_req"]).req
         result = wrapped(*args, **kwargs)
         if request.finished_reason is None:
-            was_sent = request.bootstrap_host != FAKE_HOST
+            was_sent = request.bootstrap_host != arrivals.FAKE_HOST
             session.take_over(request, request.req_pool_idx, request.kv_committed_len, was_sent=was_sent)
         return result
 
@@ -134,4 +133,5 @@ def declare_patches(session: Session) -> list[Patch]:
             + fields_of(BATCH, "Req", "finished_reason", "bootstrap_host", "req_pool_idx", "kv_committed_len"),
         ),
         *flights.declare_patches(session, SINCE, UNTIL),
+        *arrivals.declare_patches(session, SINCE, UNTIL),
     ]

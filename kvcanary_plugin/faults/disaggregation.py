@@ -1,4 +1,4 @@
-"""Faults of the way from a prefill to a decode server: most are put in where a transfer was just found complete."""
+"""Faults of the way from a prefill to a decode server: most are put in when all of a transfer has come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def short_transfer(guard: Guard, step: Step, rng: random.Random, _: dict[str, st
     """Have a transfer end a page early: the last tokens of the prompt have neither KV nor records."""
     size, handover = guard.pool.page_size, guard.traffic.handover
     fitting = [index for index in step.started if step.prefix_lens[index] > size]
-    if handover is None or not handover.is_coming or not fitting:
+    if handover is None or not fitting:
         return None
     index = rng.choice(fitting)
     length = step.prefix_lens[index]
@@ -109,7 +109,7 @@ def _damage(
     """Act on two whole pages of a request whose KV has just come; ``count`` of them are damaged."""
     size = guard.pool.page_size
     fitting = [index for index in step.started if step.prefix_lens[index] >= 2 * size]
-    if guard.traffic.handover is None or not guard.traffic.handover.is_coming or not fitting:
+    if guard.traffic.handover is None or not fitting:
         return None
     index = rng.choice(fitting)
     first, second = rng.sample(range(step.prefix_lens[index] // size), 2)
@@ -129,8 +129,8 @@ def _exchange(guard: Guard, page: list[int], other: list[int]) -> None:
             bytes_of(view.rows, two).copy_(kept)
 
 
-TRANSFER_FAULTS: dict[str, Fault] = {
-    fault.__name__: fault
-    for fault in (drop_sent_page, short_transfer, wrong_slot, swap_sent_pages, swap_sent_rows, late_page)
+ARRIVAL_FAULTS: dict[str, Fault] = {
+    fault.__name__: fault for fault in (drop_sent_page, short_transfer, wrong_slot, swap_sent_pages, swap_sent_rows)
 }
-FOUND_BY = {**dict.fromkeys(TRANSFER_FAULTS, "chain"), "swap_sent_rows": "content", "late_page": "ownership"}
+FLIGHT_FAULTS: dict[str, Fault] = {late_page.__name__: late_page}
+FOUND_BY = {**dict.fromkeys(ARRIVAL_FAULTS, "chain"), "swap_sent_rows": "content", "late_page": "ownership"}

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvcanary")
 
 BEFORE_FORWARD = library.FAULTS | stores.BEFORE_FORWARD | PART_FAULTS | IDENTITY_FAULTS | OWNERSHIP_FAULTS
-BEFORE_FORWARD |= speculation.STORE_FAULTS | host.HOST_FAULTS | disaggregation.TRANSFER_FAULTS
+BEFORE_FORWARD |= speculation.STORE_FAULTS | host.HOST_FAULTS | disaggregation.FLIGHT_FAULTS
 AT_LAUNCH = stores.AT_LAUNCH | ORDER_FAULTS | host.LAUNCH_FAULTS
-FAULTS = (*BEFORE_FORWARD, *AT_LAUNCH, *speculation.PATH_FAULTS)
+AT_ARRIVAL = disaggregation.ARRIVAL_FAULTS
+FAULTS = (*BEFORE_FORWARD, *AT_LAUNCH, *AT_ARRIVAL, *speculation.PATH_FAULTS)
 # The check that finds a fault, where that is not chain.
 FOUND_BY = {
     **dict.fromkeys(("flip_running", "flip_cached", "overwrite_slot", "drop_part", "drop_state"), "content"),
@@ -143,6 +144,10 @@ class Injector:
         """Inject the next fault if its time has come and the batch suits it."""
         self._end_waits()
         self._inject(BEFORE_FORWARD, self._restores, guard, step, reporter)
+
+    def at_arrival(self, guard: Guard, step: Step, reporter: Reporter) -> None:
+        """The KV of a request has come from another server: inject the next fault if it is one of the way."""
+        self._inject(AT_ARRIVAL, self._restores, guard, step, reporter)
 
     def at_commit(self, guard: Guard, step: Step, accept_lens: torch.Tensor, reporter: Reporter) -> None:
         """The rows of the accepted draft tokens were moved: inject the next fault if it is one of that."""

@@ -29,6 +29,7 @@ _BY_PHASE = {
     "load": "loaded for",
     "backup": "copied to host memory for",
     "host": "seen for",
+    "arrival": "received for",
 }
 MAX_ID_LENGTH = 80
 MAX_CLAUSE_LENGTH = 200

@@ -103,6 +103,11 @@ class Diagnosis:
             violations.append(violation)
         return violations
 
+    def explain_arrival(self, step: Step, rows: Sequence[Sequence[int]]) -> list[Violation]:
+        """Violations of KV that has come from another server; who stored it there is not known here."""
+        rows = [[*row[: r.ROW_WRITER], 0] for row in rows]
+        return [dataclasses.replace(violation, phase="arrival") for violation in self.explain(step, rows)]
+
     def _order(self, step: Step, kind: r.Kind, row: Sequence[int]) -> Violation:
         due, found = row[r.ROW_CHAIN], row[r.ROW_DIGEST]
         return Violation(

@@ -84,7 +84,7 @@ class Guard:
     def resident_bytes(self) -> int:
         """Device bytes kept beside the pool."""
         host = None if self.traffic.transfers is None else self.traffic.transfers.host
-        parts = self.ledger, self._order, host, self.traffic.drafts, self.traffic.handover
+        parts = self.ledger, self._order, host, self.traffic.drafts, self.traffic.handover, self.traffic.arrivals
         watched: list[Any] = [*self.spaces, *self.states, *filter(None, parts)]
         return sum(each.resident_bytes for each in watched)
 
@@ -286,6 +286,17 @@ class Guard:
             rank=self.rank,
             checks_order="order" in self.config.checks,
             next_step=lambda: self.forwards + 1,
+        )
+
+    def open_handover(self, ranks: int, *, receives: bool) -> None:
+        """See :meth:`Traffic.open_handover`."""
+
+        def inject(step: Step) -> None:
+            if self.injector is not None:
+                self.injector.at_arrival(self, step, self._reporter)
+
+        self.traffic.open_handover(
+            ranks, receives=receives, inject=inject, judge=self._judge.judge, next_step=lambda: self.forwards + 1
         )
 
     def replace_weights(self, version: str) -> None:

@@ -2,9 +2,9 @@
 
 SGLang registers the buffers of its pool with a transfer backend, page by page. The records of the same pages are
 registered as two more of them, so they take the same way, by the same transport, in the same request. They arrive in
-an inbox: the records themselves change in the order of one stream, and nothing arrives in that order. When SGLang has
-found the transfer complete they are taken over ahead of the next forward, which checks them against the tokens of the
-request, and the bytes that came against them.
+an inbox: the records themselves change in the order of one stream, and nothing arrives in that order. When all has come
+it is compared there, see :mod:`.arrivals`; then SGLang lets the request go on, and the records are taken over ahead of
+the next forward, which checks them again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from ..pool_patcher.records import ShadowRecords
 from .adoption import make_records
 from .space import Space
 from .truth import Request, TruthTable
@@ -27,25 +28,25 @@ class Handover:
 
     Attributes:
         tag: says what is sent; both sides must have the same.
-        hot: int64 (slot_count, RECORD_WORDS), the records themselves, or the inbox of those that come.
+        records: the records themselves, or the inbox of those that come.
+        hot: int64 (slot_count, RECORD_WORDS), of them.
         receives: from a prefill server.
-        is_coming: records have come that are taken over with the next forward.
     """
 
     def __init__(self, space: Space, truth: TruthTable, name: str, *, receives: bool) -> None:
         """``name`` is the same where records mean the same: for the same model, layout and number of ranks."""
         records = space.records
         self._space, self._truth = space, truth
-        self.hot = torch.zeros_like(records.hot) if receives else records.hot
-        self._writers = torch.zeros_like(records.writers) if receives else records.writers
+        inbox = ShadowRecords(records.slot_count, records.page_size, records.hot.device) if receives else None
+        self.records = inbox or records
+        self.hot = self.records.hot
         self.receives = receives
-        self.is_coming = False
         self.tag = f"kvcanary-{FORMAT}-{name}"
 
     @property
     def resident_bytes(self) -> int:
         """Device bytes of the inbox."""
-        return (self.hot.numel() + self._writers.numel()) * 8 if self.receives else 0
+        return self.records.resident_bytes if self.receives else 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -56,7 +57,10 @@ class Handover:
         """The buffers of the pool and ours. Whoever has ``halves``, K and V, splits the list in the middle."""
         pointers, sizes, items = (list(part) for part in infos)
         middle = len(pointers) // halves
-        for place, buffer in ((len(pointers), self._writers), (middle if halves == 2 else len(pointers), self.hot)):
+        for place, buffer in (
+            (len(pointers), self.records.writers),
+            (middle if halves == 2 else len(pointers), self.hot),
+        ):
             pointers.insert(place, buffer.data_ptr())
             sizes.insert(place, buffer.nbytes)
             items.insert(place, buffer[0].nbytes * self._space.records.page_size)
@@ -66,10 +70,7 @@ class Handover:
         """KV of the first n tokens of ``request`` is in ``slots``, int (n,), with its records in the inbox."""
         kept = slots.to(torch.int64, copy=True)
 
-        self.is_coming = True
-
         def restore() -> None:
-            self.is_coming = False
             there = self._space.in_stream(kept)
             self._space.records.restore(there, (self.hot[there], torch.zeros_like(there)))
             self.hot.index_fill_(0, there, 0)  # what does not come next time must not look as if it had

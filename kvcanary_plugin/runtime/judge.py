@@ -108,10 +108,10 @@ class Judge:
                 if ownership and self._ledger is not None:
                     findings = explain_rows(self._ledger, step, ownership, self._pool.page_size)
                     violations += [diagnosis.ownership(finding) for finding in findings]
-                if not self._on_host:
+                if step.inbox is not None or not self._on_host:
                     # Only to name a place: what the rows said when they were verified decides, not what they say now.
                     rows = self._refine(step, sort_rows(rows))
-            explained = diagnosis.explain(step, rows)
+            explained = diagnosis.explain(step, rows) if step.inbox is None else diagnosis.explain_arrival(step, rows)
             if self.transfers is not None and diagnosis is self.diagnosis:
                 explained = self.transfers.trace(explained, step)
             if self._ledger is not None and diagnosis is self.diagnosis and explained:
@@ -143,7 +143,7 @@ class Judge:
         return refine_chain_rows(
             step,
             rows,
-            self._spaces[0].records,
+            step.inbox or self._spaces[0].records,
             self._pool.req_to_token,
             self._scatter,
             self._truth.anchor_of,

@@ -21,6 +21,7 @@ from ..pool_patcher.adapters import adapt_model_runner
 from ..report.attached import announce_guard
 from ..report.jsonl import EventLog
 from ..report.reporter import Reporter
+from .arrivals import Arrivals
 from .consensus import Consensus
 from .control import Control
 from .flights import Flight, Flights
@@ -32,7 +33,7 @@ from .ledger import Ledger
 from .policy import Levers, Quarantine
 from .sending import Sending
 from .speculation import Trees
-from .truth import Request
+from .truth import Received, Request
 
 logger = logging.getLogger("kvcanary")
 
@@ -105,7 +106,7 @@ class Session:
             if has_drafts:
                 guard.traffic.open_drafts()
             if role != "null":
-                guard.traffic.open_handover(ranks, receives=role == "decode")
+                guard.open_handover(ranks, receives=role == "decode")
                 self.sending = Sending() if role == "prefill" else None
         except UncoveredError as error:
             self.waive(error)
@@ -177,6 +178,27 @@ class Session:
         if guard is None or handover is None or kv_cache is not guard.pool.kv_cache:
             return infos
         return handover.splice(infos, halves)
+
+    def expect(self, room: int, request: Received) -> None:
+        """See :meth:`Arrivals.expect`."""
+        self._with_arrivals(lambda arrivals: arrivals.expect(room, request))
+
+    def has_settled(self, room: int) -> bool:
+        """See :meth:`Arrivals.settle`; where nobody looks, True."""
+        told: list[bool] = []
+        self._with_arrivals(lambda arrivals: told.append(arrivals.settle(room)))
+        return told != [False]
+
+    def forget(self, room: int) -> None:
+        """See :meth:`Arrivals.forget`."""
+        self._with_arrivals(lambda arrivals: arrivals.forget(room))
+
+    def _with_arrivals(self, action: Callable[[Arrivals], None]) -> None:
+        def act(guard: Guard) -> None:
+            if guard.traffic.arrivals is not None:
+                action(guard.traffic.arrivals)
+
+        self.call(act)
 
     def take_over(self, request: Request, row: int, length: int, *, was_sent: bool) -> None:
         """The KV of the first ``length`` tokens of ``request`` is there, unless ``was_sent`` is false."""

@@ -30,6 +30,7 @@ class Space:
     Attributes:
         slots: what is guarded.
         index: place among the spaces of the pool; 0 is the main one.
+        req_to_token: int32 (row_count, context), SGLang's request rows.
         title: what reports call it.
         allocator: SGLang's object whose slots :meth:`release` takes: that of the main space where slots here live and
             die with their main slots.
@@ -65,7 +66,7 @@ class Space:
             )
         self._main = self if main is None else main
         self._backend = backend
-        self._req_to_token = pool.req_to_token.detach()  # what is kept with a tensor is not kept with SGLang's
+        self.req_to_token = pool.req_to_token.detach()  # what is kept with a tensor is not kept with SGLang's
         self.verifies = "chain" in config.checks
         self.slots = slots
         self.index = index
@@ -204,7 +205,7 @@ class Space:
                 records=self.records.hot,
                 writers=self.records.writers,
                 main=self._main.records.hot,
-                req_to_token=self._req_to_token,
+                req_to_token=self.req_to_token,
                 rows=batch.forward_rows,
                 offsets=batch.fields.verify_offsets,
                 total=total,
@@ -217,7 +218,7 @@ class Space:
         self._backend.verify_prefixes(
             records=self.records.hot,
             writers=self.records.writers,
-            req_to_token=self._req_to_token,
+            req_to_token=self.req_to_token,
             rows=batch.forward_rows,
             offsets=batch.fields.verify_offsets,
             anchors=batch.fields.anchors,
@@ -296,7 +297,7 @@ class Space:
         """The slots here, int64 (n,), of the first ``length`` positions of a row, as far as they are kept; a copy."""
         first = 0 if self.slots.window is None else max(0, length - self.slots.window)
         ratio = self.slots.ratio
-        return self.find(self._req_to_token[row, first + ratio - 1 : length : ratio])
+        return self.find(self.req_to_token[row, first + ratio - 1 : length : ratio])
 
     def check_slots(self, slots: torch.Tensor, request: int) -> None:
         """Fold slots of this space (int64 (n,)) now, on behalf of a request of the batch, -1 for none."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..pool_patcher.records import ShadowRecords
 from .batch import Batch, HostFields
 from .images import NO_MARKS
 from .truth import Request
@@ -33,6 +34,7 @@ class Step:
         early_rows: raw rows that were read before the forward, where that costs nothing.
         early_hidden: violations counted by then that had no room to be described.
         hidden: violations of the verdict last read that had no room to be described.
+        inbox: records that were looked at in place of those of the pool, where it is no forward but an arrival.
         is_open: launched, verdict not read yet.
         is_timed: how long the forward takes is measured.
     """
@@ -56,6 +58,7 @@ class Step:
         self.early_rows: list[list[int]] = []
         self.early_hidden = 0
         self.hidden = 0
+        self.inbox: ShadowRecords | None = None
         self.is_open = False
         self.is_timed = False
         self._on_device = device.type != "cpu"
@@ -84,6 +87,11 @@ class Step:
         self.host = host
         return host
 
+    def open_arrival(self, number: int, request: Request, row: int, length: int, inbox: ShadowRecords) -> None:
+        """Take KV of the first ``length`` tokens of ``request`` that has come ahead of forward ``number``."""
+        self.number, self.requests, self.rows, self.prefix_lens = number, [request], [row], [length]
+        self.started, self.found, self.inbox = [0], [], inbox
+
     def note_begin(self) -> None:
         """The forward begins, in stream order."""
         if self.is_timed and self._on_device:
@@ -110,6 +118,11 @@ class Step:
         self.is_open = True
         if self._copied is not None:
             self._copied.record()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the device has written the latest verdict. Waits for nothing."""
+        return self._copied is None or bool(self._copied.query())
 
     def read_verdict(self) -> tuple[int, list[list[list[int]]]]:
         """Violations there were, and for each slot space the raw rows of those that were described.

@@ -14,6 +14,7 @@ from ..errors import GuardError, UncoveredError
 from ..kernels.backend import Backend
 from ..pool_patcher.spaces import GuardedPool
 from ..tiers import page_records
+from .arrivals import Arrivals
 from .backup_order import BackupOrder
 from .copies import Copies
 from .flights import Flights
@@ -37,6 +38,7 @@ class Traffic:
         transfers: to host memory and back, None where there are none.
         drafts: trees of draft tokens that forwards verify, None where there are none.
         handover: to or from another server, None where there is none.
+        arrivals: KV that has come from it and is compared, None where none comes.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Traffic:
         self.transfers: Transfers | None = None
         self.drafts: Drafts | None = None
         self.handover: Handover | None = None
+        self.arrivals: Arrivals | None = None
         self._pool = pool
         self._spaces = spaces
         self._ledger = ledger
@@ -58,6 +61,8 @@ class Traffic:
         if self.drafts is not None:
             self.drafts.step = None
         self._copies.clear()
+        if self.arrivals is not None:
+            self.arrivals.clear()
         if self.transfers is not None:
             self.transfers.clear()
         self.release_all()
@@ -151,8 +156,17 @@ class Traffic:
         rows = self._pool.req_to_token
         self.drafts = Drafts(self._backend, self._spaces[0], rows.shape[0], rows.device)
 
-    def open_handover(self, ranks: int, *, receives: bool) -> None:
-        """KV of the guarded pool goes to another server, or comes from one; each has as many ``ranks``.
+    def open_handover(
+        self,
+        ranks: int,
+        *,
+        receives: bool,
+        inject: Callable[[Step], None],
+        judge: Callable[[Step], None],
+        next_step: Callable[[], int],
+    ) -> None:
+        """KV of the guarded pool goes to another server, or comes from one; each has as many ``ranks``. What it takes
+        besides is for :class:`Arrivals`.
 
         Raises:
             UncoveredError: the pool has other spaces or states, whose rows travel by ways of their own.
@@ -163,7 +177,17 @@ class Traffic:
             self._ledger.flights = Flights(
                 self._ledger, self._pool.slot_count, self._pool.page_size, self._pool.req_to_token.device
             )
-        self.handover = Handover(self._spaces[0], self._truth, name[:12], receives=receives)
+        self.handover = handover = Handover(self._spaces[0], self._truth, name[:12], receives=receives)
+        if receives:
+            self.arrivals = Arrivals(
+                self._spaces[0],
+                handover.records,
+                self._truth,
+                self._backend,
+                inject=inject,
+                judge=judge,
+                next_step=next_step,
+            )
 
     def share_host(self, is_followed: Callable[[], bool]) -> None:
         """Storage code learns of host slots, and tells what it does with them, while ``is_followed``."""
@@ -191,6 +215,8 @@ class Traffic:
 
     def check_prefix(self, space: Space, step: Step, index: int) -> None:
         """Fold the prefix of a request that starts: now, or behind the forward if parts of it are still coming."""
+        if self.arrivals is not None and self.arrivals.was_folded(step.requests[index]):
+            return
         slots = space.slots_of_prefix(step.rows[index], step.prefix_lens[index])
         if self.transfers is None or not self.transfers.is_loading:
             space.check_slots(slots, index)

@@ -31,6 +31,13 @@ class Request(Protocol):
     retraction_count: int
 
 
+class Received(Request, Protocol):
+    """What is read of one whose KV comes from another server."""
+
+    req_pool_idx: int
+    kv_committed_len: int
+
+
 MAX_TOGETHER = 64  # tokens of a request that are hashed with those of others
 _BLOCK = 1 << 15  # tokens hashed at a time: few enough that they stay within the cache
 
@@ -187,6 +194,11 @@ class TruthTable:
         """The chain before the first token of ``request``, unsigned: as it started, or as it would start now."""
         started = self._anchor_of.get(request)
         return self.identities.anchor_of(request) if started is None else started
+
+    def end_point_of(self, request: Request, length: int) -> int:
+        """The chain behind the first ``length`` tokens of ``request``, unsigned. It hashes all of them."""
+        hashes = hash_tokens(token_array(request, 0, length), 0)
+        return (self.anchor_of(request) + int(hashes.sum(dtype=np.uint64))) % (1 << 64)
 
     @property
     def is_generating(self) -> bool:

@@ -46,6 +46,7 @@ class Violation:
     # read: a forward was about to read it; start: prefix of a new request; scrub: rotating pass; write;
     # alloc, free, insert: what the allocator or the radix tree was asked for ahead of the forward
     # load: it has come back from host memory; host: what the host pool was asked for
+    # arrival: it has come from a prefill server
     phase: str
     slot: int
     page: int | None = None

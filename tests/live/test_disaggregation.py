@@ -1,10 +1,13 @@
 """A prefill and a decode server, with SGLang's own queues and the mooncake backend over TCP on one host."""
 
 import contextlib
+import http.client
 import importlib.util
+import json
 import random
 import threading
 import time
+import urllib.request
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,6 +82,27 @@ class Pair:
         finally:
             first.join(5)
 
+    def stream(self, prompt, new_tokens):
+        """Like :meth:`ask`: every answer that reaches the client, one for each token, until the connection ends."""
+        where, answers = self._where(), []
+        first = threading.Thread(target=self._prefill, args=(prompt, new_tokens, where), daemon=True)
+        first.start()
+        params = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": params, "stream": True, **where}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.decode.port}/generate",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        ends = contextlib.suppress(OSError, http.client.HTTPException)
+        with ends, urllib.request.urlopen(request, timeout=60) as response:
+            for line in response:
+                text = line.decode().strip().removeprefix("data: ")
+                if text not in ("", "[DONE]"):
+                    answers.append(json.loads(text))
+        first.join(5)
+        return answers
+
     def _prefill(self, prompt, new_tokens, where):
         with contextlib.suppress(OSError):  # its own answer is of no use
             self.prefill.generate(prompt, new_tokens, **where)
@@ -140,7 +164,7 @@ def test_records_come_with_the_kv_and_nothing_is_reported(model, tmp_path, page_
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_what_is_lost_or_exchanged_on_the_way_is_found_at_the_first_forward(model, tmp_path, page_size):
+def test_what_is_lost_or_exchanged_on_the_way_is_found_when_it_has_come(model, tmp_path, page_size):
     faults = ["drop_sent_page", "short_transfer", "wrong_slot", "swap_sent_pages", "swap_sent_rows", "late_page"]
     spec = ";".join(f"{name}@{60 + 40 * place}" for place, name in enumerate(faults))
     decode = ["--kvcanary=log", f"--kvcanary-inject={spec}"]
@@ -150,6 +174,8 @@ def test_what_is_lost_or_exchanged_on_the_way_is_found_at_the_first_forward(mode
             if len(pair.decode.events("injected")) == len(faults):
                 break
         assert pair.prefill.events("violation") == []
+    phases = {violation["check"]: violation["phase"] for violation in pair.decode.events("violation")}
+    assert (phases["chain"], phases["content"]) == ("arrival", "arrival"), describe(pair.decode.events("violation"))
     outcomes, unexplained = match_outcomes(pair.decode.events())
     assert [outcome.injected["fault"] for outcome in outcomes] == faults, describe(pair.decode.events())
     for outcome in outcomes:
@@ -157,6 +183,27 @@ def test_what_is_lost_or_exchanged_on_the_way_is_found_at_the_first_forward(mode
         assert outcome.forwards == 0
         assert {violation["position"] for violation in outcome.found} - {None} <= set(outcome.injected["positions"])
     assert unexplained == [], describe(unexplained)
+
+
+@pytest.mark.parametrize("fault", ["drop_sent_page", "swap_sent_rows"])
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_damage_is_told_ahead_of_the_first_token(model, tmp_path, mode, fault):
+    """In ``raise`` that token does not go out at all; in ``log`` it does, and no forward is needed to find it."""
+    decode = [f"--kvcanary={mode}", f"--kvcanary-inject={fault}@1"]
+    prompt = list(range(3, 103))
+    with Pair(model, tmp_path, decode=decode) as pair:
+        answers = pair.stream(prompt, 1)
+        found = pair.decode.events("violation")
+        if mode == "raise":
+            assert pair.decode.process.wait(60) != 0
+            assert pair.decode.events("stopped") != []
+    (injected,) = pair.decode.events("injected")
+    assert {violation["phase"] for violation in found} == {"arrival"}, describe(found)
+    assert {violation["check"] for violation in found} == {injected["check"]}
+    assert {violation["position"] for violation in found} == set(injected["positions"])
+    assert {violation["request"] for violation in found} == {injected["request"]}
+    tokens = [answer["output_ids"] for answer in answers if "output_ids" in answer]
+    assert [len(each) for each in tokens] == ([1] if mode == "log" else []), answers
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -13,7 +13,7 @@ from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.patches.disaggregation import HALVES
 from tests.engine import Engine
 
-TOKENS = 12
+TOKENS, ROOM = 12, 7
 
 
 @pytest.fixture(params=["mha", "mla"])
@@ -26,7 +26,7 @@ def pair(kind, request):
     """A prefill and a decode engine, their lists of buffers, and a request whose KV the first one has."""
     engines = [Engine(latent=kind == "mla", page_size=request.param) for _ in range(2)]
     for engine, receives in zip(engines, (False, True), strict=True):
-        engine.guard.traffic.open_handover(1, receives=receives)
+        engine.guard.open_handover(1, receives=receives)
     halves = HALVES[type(engines[0].pool).__name__]
     lists = [engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), halves) for engine in engines]
     sent = engines[0].request(TOKENS)
@@ -52,16 +52,32 @@ def transfer(decode, lists, source, target):
     assert manager._send_kvcache_generic("", of, to, items, *pages, None) == 0
 
 
-def receive(decode, lists, sent, source, order=None):
-    """The KV of ``sent`` comes to another server, which goes on with it."""
+def await_kv(decode, sent):
+    """A request like ``sent``, whose KV another server has, and the slots for it."""
     request = decode.request(tokens=list(sent.origin_input_ids))
     decode.rows.alloc([request])
     target = decode.allocator.alloc(TOKENS)
     decode.rows.req_to_token[request.req_pool_idx, :TOKENS] = target.int()
-    transfer(decode, lists, source, [target.tolist()[place] for place in order or range(TOKENS)])
-    decode.guard.traffic.handover.take_over(request, target)
     request.kv_committed_len = TOKENS
-    decode.run(request, steps=3)
+    decode.guard.traffic.arrivals.expect(ROOM, request)
+    return request, target
+
+
+def receive(decode, lists, sent, source, order=None):
+    """The KV of ``sent`` comes to another server, which compares it and goes on with it."""
+    request, target = await_kv(decode, sent)
+    transfer(decode, lists, source, [target.tolist()[place] for place in order or range(TOKENS)])
+    assert decode.guard.traffic.arrivals.settle(ROOM)
+    assert decode.guard.forwards == 0
+    found = list(decode.violations)
+    assert {violation.phase for violation in found} <= {"arrival"}
+    assert {violation.request for violation in found} <= {request.rid}
+    assert {violation.writer for violation in found} <= {None}
+    decode.guard.traffic.arrivals.forget(ROOM)
+    decode.guard.traffic.handover.take_over(request, target)
+    decode.run(request, steps=1)
+    assert decode.violations == found, "the first forward finds the same, which is reported already"
+    decode.run(request, steps=2)
     return target.tolist()
 
 
@@ -165,7 +181,7 @@ def test_a_request_without_a_transfer_goes_by_its_tokens(pair):
 def test_every_fault_of_the_way_is_found_where_it_was_put_in(name):
     prefill, decode = Engine(page_size=4), Engine(page_size=4, inject=f"{name}@1")
     for engine, receives in ((prefill, False), (decode, True)):
-        engine.guard.traffic.open_handover(1, receives=receives)
+        engine.guard.open_handover(1, receives=receives)
     lists = [
         engine.guard.traffic.handover.splice(engine.pool.get_contiguous_buf_infos(), 2) for engine in (prefill, decode)
     ]
