@@ -77,7 +77,7 @@ class Arrivals:
         self._steps = [Step([block], device) for block in self._ring]
         module: Any = torch.get_device_module(device)
         self._module = module if on_device else None
-        self._stream = module.Stream(device) if on_device else None
+        self._stream: Any = module.Stream(device) if on_device else None
         self._expected: dict[int, Arrival] = {}
         self._folded: WeakSet[Request] = WeakSet()
 
