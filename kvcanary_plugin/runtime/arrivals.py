@@ -22,21 +22,20 @@ from ..kernels.violations import ViolationBuffer
 from ..pool_patcher.records import ShadowRecords
 from .space import VIOLATIONS_A_FORWARD, Space
 from .step import Step
-from .truth import Received, Request, TruthTable
+from .truth import Received, Request, TruthTable, true_chains
 
 MAX_UNDER_WAY: Final = 16  # comparisons; 22 KiB of pinned memory each. Whoever finds no room comes with a later look
 _WORDS: Final = 6  # sent with each: its row, anchor, end point, two offsets, and its place
 
 
 class Arrival:
-    """A request whose KV is expected, or has come."""
+    """A request whose KV is expected, or has come and is not compared yet."""
 
-    __slots__ = ("is_compared", "place", "request")
+    __slots__ = ("place", "request")
 
     def __init__(self, request: Received) -> None:
         self.request = request
         self.place: int | None = None  # of its comparison under way
-        self.is_compared = False
 
 
 class Arrivals:
@@ -92,7 +91,7 @@ class Arrivals:
         self._expected[room] = Arrival(request)
 
     def forget(self, room: int) -> None:
-        """Transfer ``room`` was given up, or its request goes on. What the device may still find is not read."""
+        """Transfer ``room`` was compared, or given up: what the device may still find is not read."""
         self._expected.pop(room, None)
 
     def clear(self) -> None:
@@ -107,7 +106,7 @@ class Arrivals:
             CorruptionError: it is damaged and the mode is ``raise``.
         """
         arrival = self._expected.get(room)
-        if arrival is None or arrival.is_compared:
+        if arrival is None:
             return True
         if arrival.place is None:
             arrival.place = self._find_place()
@@ -118,7 +117,7 @@ class Arrivals:
         if not step.is_written:
             return False
         self._judge(step)
-        arrival.is_compared, arrival.place = True, None
+        self.forget(room)
         return True
 
     def was_folded(self, request: Request) -> bool:
@@ -138,9 +137,9 @@ class Arrivals:
         step = self._steps[place]
         step.open_arrival(self._next_step(), request, row, length, self._inbox)
         self._inject(step)
-        truth = self._truth
-        ends = as_int64(truth.anchor_of(request)), as_int64(truth.end_point_of(request, length))
-        self._words[place] = torch.tensor((row, *ends, 0, length, place))
+        anchor = self._truth.anchor_of(request)
+        end_point = int(true_chains(request, anchor, length)[-1])
+        self._words[place] = torch.tensor((row, as_int64(anchor), as_int64(end_point), 0, length, place))
         if self._module is not None:
             self._stream.wait_stream(self._module.current_stream())  # on which the row was filled
         with nullcontext() if self._module is None else self._module.stream(self._stream):

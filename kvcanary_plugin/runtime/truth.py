@@ -95,7 +95,7 @@ def _token_at(request: Request, position: int) -> int:
 
 
 def true_chains(request: Request, anchor: int, stop: int) -> npt.NDArray[np.uint64]:
-    """The true chain at positions 0 .. ``stop - 1``, uint64. For reports: it hashes the whole prefix."""
+    """The true chain at positions 0 .. ``stop - 1``, uint64. It hashes the whole prefix, so not for each forward."""
     chains = hash_tokens(token_array(request, 0, stop), 0)
     np.cumsum(chains, out=chains)
     chains += np.uint64(anchor)
@@ -194,11 +194,6 @@ class TruthTable:
         """The chain before the first token of ``request``, unsigned: as it started, or as it would start now."""
         started = self._anchor_of.get(request)
         return self.identities.anchor_of(request) if started is None else started
-
-    def end_point_of(self, request: Request, length: int) -> int:
-        """The chain behind the first ``length`` tokens of ``request``, unsigned. It hashes all of them."""
-        hashes = hash_tokens(token_array(request, 0, length), 0)
-        return (self.anchor_of(request) + int(hashes.sum(dtype=np.uint64))) % (1 << 64)
 
     @property
     def is_generating(self) -> bool:

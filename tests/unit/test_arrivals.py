@@ -9,9 +9,10 @@ from sglang.srt.disaggregation.base import KVPoll
 
 from kvcanary_plugin.config import Config
 from kvcanary_plugin.errors import CorruptionError
-from kvcanary_plugin.kernels import record as r
 from kvcanary_plugin.patches.arrivals import declare_patches
+from kvcanary_plugin.patches.disaggregation import SINCE, UNTIL
 from kvcanary_plugin.pool_patcher.patch import PatchSet
+from kvcanary_plugin.runtime.adoption import make_records
 from kvcanary_plugin.runtime.arrivals import MAX_UNDER_WAY
 from kvcanary_plugin.runtime.session import Session
 from kvcanary_plugin.versions import installed_sglang
@@ -19,7 +20,6 @@ from tests.engine import Engine
 
 pytestmark = pytest.mark.skipif(installed_sglang() != "0.5.15", reason="covered for SGLang 0.5.15")
 ROOM, TOKENS = 7, 12
-SINCE, UNTIL = "0.5.15", "0.5.16"
 
 
 class Event:
@@ -75,13 +75,9 @@ class Decode:
         """All of it comes: the KV of a prefill server and its records, made here of the same tokens."""
         handover = self.engine.guard.traffic.handover
         self.engine.store(awaited.slots)
-        space, truth = self.engine.guard.spaces[0], self.engine.guard.truth
-        tokens = np.array(awaited.request.origin_input_ids)
-        records = torch.zeros((TOKENS, r.RECORD_WORDS), dtype=torch.int64)
-        for count in range(1, TOKENS + 1):
-            records[count - 1, r.CHAIN] = int(np.uint64(truth.end_point_of(awaited.request, count)).view(np.int64))
-        records[:, r.IDENTITY] = torch.from_numpy(tokens) | torch.arange(TOKENS) << 32 | r.LIVE_BIT
-        handover.hot[awaited.slots] = records
+        space, anchor = self.engine.guard.spaces[0], self.engine.guard.truth.anchor_of(awaited.request)
+        made = make_records(awaited.request, anchor, np.arange(TOKENS), None)
+        handover.hot[awaited.slots] = torch.from_numpy(made)
         space._backend.seal_slots(records=handover.hot, table=space.slots.table, slots=awaited.slots)
         self.manager.update_status(room, KVPoll.Success)
 
@@ -113,6 +109,12 @@ def make():
 
 def flip(decode, awaited, place=5):
     decode.engine.pool.v_buffer[1].view(torch.int16)[awaited.slots[place], 0, 0] ^= 4
+
+
+def finish(events):
+    """The device has done all that was asked of it."""
+    for event in events:
+        event.has_come = True
 
 
 def test_what_is_whole_goes_on_at_once(make):
@@ -153,8 +155,7 @@ def test_it_is_under_way_while_it_is_compared(make):
     flip(decode, awaited)
     assert [awaited.receiver.poll() for _ in range(3)] == [KVPoll.Transferring] * 3
     assert decode.engine.violations == []
-    for event in events:
-        event.has_come = True
+    finish(events)
     assert awaited.receiver.poll() == KVPoll.Success
     assert {violation.phase for violation in decode.engine.violations} == {"arrival"}
 
@@ -168,14 +169,12 @@ def test_what_was_given_up_meanwhile_is_not_told(make):
     flip(decode, awaited)
     assert awaited.receiver.poll() == KVPoll.Transferring
     awaited.receiver.clear()
-    for event in events:
-        event.has_come = True
+    finish(events)
     assert decode.arrivals.settle(ROOM)
     again = decode.await_kv()
     decode.send(again)
     assert again.receiver.poll() == KVPoll.Transferring
-    for event in events:
-        event.has_come = True
+    finish(events)
     assert again.receiver.poll() == KVPoll.Success
     assert decode.engine.violations == []
 
