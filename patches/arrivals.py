@@ -40,38 +40,12 @@ def declare_patches(session: Session, since: str, until: str) -> list[Patch]:
     of_request = fields_of(DECODE, "DecodeRequest", "req") + fields_of(
         BATCH, "Req", "bootstrap_host", "bootstrap_room", "req_pool_idx", "kv_committed_len"
     )
+    queued, when = ("self", "decode_reqs"), "no token goes out until what has come was compared"
+    over = "a request goes on, or was given up"
     return [
         Patch(
-            DECODE,
-            "DecodeTransferQueue",
-            "extend",
-            expect,
-            parameters=("self", "decode_reqs"),
-            why="for whom KV comes",
-            since=since,
-            until=until,
-            reads=of_request,
+            DECODE, "DecodeTransferQueue", "extend", expect, queued, "for whom KV comes", since, until, reads=of_request
         ),
-        Patch(
-            MOONCAKE,
-            "MooncakeKVReceiver",
-            "poll",
-            poll,
-            parameters=("self",),
-            why="no token goes out until what has come was compared",
-            since=since,
-            until=until,
-            reads=of_receiver,
-        ),
-        Patch(
-            MANAGER,
-            "CommonKVReceiver",
-            "clear",
-            clear,
-            parameters=("self",),
-            why="a request goes on, or was given up",
-            since=since,
-            until=until,
-            reads=of_receiver,
-        ),
+        Patch(MOONCAKE, "MooncakeKVReceiver", "poll", poll, ("self",), when, since, until, reads=of_receiver),
+        Patch(MANAGER, "CommonKVReceiver", "clear", clear, ("self",), over, since, until, reads=of_receiver),
     ]
