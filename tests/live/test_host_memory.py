@@ -3,7 +3,6 @@
 A CPU has neither pinned memory nor SGLang's copy kernels: the launcher provides both.
 """
 
-import os
 import random
 import re
 import time
@@ -19,6 +18,7 @@ from kvcanary_plugin.versions import installed_sglang
 from tests.host_copies import VARIABLE
 from tests.live.conftest import describe
 from tests.live.test_clean import assert_clean, drive
+from tests.storage.page_files import flip
 
 pytestmark = pytest.mark.live
 LAUNCHER = "tests.live.with_host_memory"
@@ -59,20 +59,13 @@ def wait_until_stored(server, seconds=2.0):
     assert server.process.poll() is None, server.tail()
 
 
-def find_page_file(folder):
-    (path,) = (folder / "pages").glob("*.kvpages")
-    return path
-
-
 def flip_every_page(path):
     """One bit in the middle of each, behind the store's back."""
-    with path.open("r+b") as file:
+    with path.open("rb") as file:
         layout = read_header(file.fileno(), str(path))[0].layout
-        for slot in range(layout.slot_count):
-            place = layout.data_offset + slot * layout.stride + layout.payload_bytes // 2
-            byte = os.pread(file.fileno(), 1, place)
-            if byte:
-                os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), place)
+    middle = layout.payload_bytes // 2
+    for offset in range(layout.data_offset, path.stat().st_size - middle, layout.stride):
+        flip(path, offset + middle, bit=2)
 
 
 def count_stored(answers):
@@ -146,25 +139,27 @@ def test_pages_from_storage_are_taken_over_after_a_restart_and_damaged_ones_are_
         *(f"--kvcanary-hf3fs={tmp_path}/pages?capacity=64MiB", "--kvcanary-scrub-budget=0.02"),
         '--hicache-storage-backend-extra-config={"prefetch_threshold": 16}',
     ]
-    answers = []
-    for start in range(3):
-        if start == 2:
-            flip_every_page(find_page_file(tmp_path))
+
+    def serve(look):
+        """One life of the server. Returns its answers, and what ``look`` sees behind them."""
         with guarded(flags=flags, environment={"TRITON_INTERPRET": "1"}, launcher=LAUNCHER) as server:
-            answers.append([server.generate([*stem, 7], 3) for stem in LONG_STEMS])
+            answers = [server.generate([*stem, 7], 3) for stem in LONG_STEMS]
             ask_again(server, 12)
             wait_until_stored(server)
-            if start < 2:
-                assert_clean(server)
-            else:
-                reports = server.events("violation")
-        if start == 1:
-            findings = check_file(find_page_file(tmp_path), Console(), deep=True, repair=False)
+            return answers, look(server)
+
+    stored, _ = serve(assert_clean)
+    loaded, _ = serve(assert_clean)
+    (path,) = (tmp_path / "pages").glob("*.kvpages")
+    findings = check_file(path, Console(), deep=True, repair=False)
     assert not findings.faults
     assert findings.recorded == findings.states["committed"] >= 3 * 320 // 16
-    assert count_stored(answers[1]) >= 2 * 256, answers[1]
+    assert count_stored(loaded) >= 2 * 256, loaded
+
+    flip_every_page(path)
+    damaged, reports = serve(lambda server: server.events("violation"))
     assert reports, "no damaged page was read"
     assert {(each["tier"], each["check"], each["kind"]) for each in reports} == {("storage", "content", "digest")}
-    assert count_stored(answers[2]) == 0, answers[2]
-    first, *others = [[answer["output_ids"] for answer in round] for round in answers]
+    assert count_stored(damaged) == 0, damaged
+    first, *others = [[answer["output_ids"] for answer in round] for round in (stored, loaded, damaged)]
     assert others == [first, first]
